@@ -1,0 +1,255 @@
+"""Every setting of the project, documented once: the schema of the YAML recipes and of the ``--section.key`` flags.
+
+A recipe is one YAML file with one mapping per section; each command reads the sections that it needs, so that one
+file describes a whole road (collect, train, evaluate). All counts are in tokens, rows or samples as named.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Dtype(StrEnum):
+    """Precision of weights and K/V pages."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+
+
+class FillPolicy(StrEnum):
+    """Where a guess comes from when no earlier pass wrote one."""
+
+    REPEAT_LAST = "repeat-last"
+    PROMPT_DRAW = "prompt-draw"
+
+
+class DecodeMode(StrEnum):
+    """How the window moves (design: block mode for collection, sliding mode for serving)."""
+
+    SLIDING = "sliding"
+    BLOCK = "block"
+
+
+class TargetSource(StrEnum):
+    """Where y* comes from: decoded greedily by the model, or the completion given in the input file."""
+
+    MODEL = "model"
+    GIVEN = "given"
+
+
+class Split(StrEnum):
+    """Which part of a prompt source to read."""
+
+    TRAIN = "train"
+    HELDOUT = "heldout"
+    ALL = "all"
+
+
+class OnBadInput(StrEnum):
+    """What a line that cannot be read does: stop the run, or be counted, logged and skipped."""
+
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+class ObjectiveName(StrEnum):
+    """Training objective (formulas in train/objectives.py)."""
+
+    AR = "ar"
+    CLLM_GLOBAL = "cllm-global"
+    JACOBI_FORCING = "jacobi-forcing"
+
+
+class Tune(StrEnum):
+    """Which weights are trained."""
+
+    FULL = "full"
+    LORA = "lora"
+
+
+class LrSchedule(StrEnum):
+    """Learning rate after warm-up."""
+
+    COSINE = "cosine"
+    CONSTANT = "constant"
+
+
+class PromptFormat(StrEnum):
+    """Whether a plain prompt is one user turn of the chat template, or raw text."""
+
+    CHAT = "chat"
+    RAW = "raw"
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are checked on assignment too."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True)
+
+
+class EngineConfig(Section):
+    """The decoding engine: memory and batch limits."""
+
+    attention: str = Field("sdpa", description="attention backend: sdpa")
+    page_size: int = Field(16, ge=1, description="K/V slots per page (tokens)")
+    kv_memory_mib: int = Field(1024, ge=1, description="memory for all K/V pages (MiB)")
+    max_num_seqs: int = Field(64, ge=1, description="requests that decode at the same time")
+    max_num_rows: int = Field(2048, ge=1, description="rows of one forward pass, prefill and windows together")
+    num_threads: int = Field(0, ge=0, description="CPU threads; 0 leaves torch's own choice")
+
+
+class CollectConfig(Section):
+    """Trajectory collection: prompts in, Jacobi trajectories out."""
+
+    model: str = Field("smollm2-135m", description="model name (smollm2-135m needs no hub), hub id or folder")
+    dtype: Dtype = Field(Dtype.BFLOAT16, description="precision of weights and K/V pages")
+    input: str = Field("math", description="prompt source: 'math', 'stdlib', or a JSONL file of prompts")
+    split: Split = Field(Split.TRAIN, description="part of the source to read")
+    format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
+    limit: int | None = Field(None, ge=1, description="number of prompts to take (seeded draw); null takes all")
+    output: str = Field("runs/trajectories", description="folder of the Parquet shards and manifest.json")
+    target_source: TargetSource = Field(TargetSource.MODEL, description="y*: decoded by the model, or given")
+    window: int = Field(16, ge=2, le=1024, description="block size n (tokens)")
+    max_tokens: int = Field(256, ge=1, description="longest completion (tokens)")
+    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are skipped and counted (tokens)")
+    init: FillPolicy = Field(FillPolicy.PROMPT_DRAW, description="initial guesses y(0) of a block")
+    decode_window: int = Field(1, ge=1, description="serving window used to decode y* (tokens); 1 is plain AR")
+    wave_size: int = Field(32, ge=1, description="completions decoded and iterated together")
+    shard_size: int = Field(64, ge=1, description="completions per Parquet shard, the unit of resume")
+    on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
+    seed: int = Field(0, ge=0, description="seed of the prompt draw and of the initial guesses")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (used when train.tune is lora)."""
+
+    rank: int = Field(32, ge=1, description="rank of the update")
+    alpha: float = Field(64.0, gt=0, description="scale: the update is multiplied by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the update")
+    target_modules: str | list[str] = Field("all-linear", description="module names, or all-linear")
+
+
+class ObjectiveConfig(Section):
+    """What is minimised: consistency terms plus the AR term, each a mean over its own tokens."""
+
+    name: ObjectiveName = Field(ObjectiveName.JACOBI_FORCING, description="ar, cllm-global or jacobi-forcing")
+    ar_weight: float = Field(1.0, ge=0, description="weight of the AR cross-entropy term")
+    consistency_weight: float = Field(1.0, ge=0, description="weight of the consistency term")
+    schedule_blocks: int = Field(4, ge=1, description="noise schedule: ratios linspace(0,1,w) repeat every w blocks")
+    include_last_row: bool = Field(True, description="count the last row of a block (it is fed back when sliding)")
+
+
+class TrainConfig(Section):
+    """Consistency training with DeepSpeed."""
+
+    model: str = Field("smollm2-135m", description="model name (smollm2-135m needs no hub), hub id or folder")
+    data: str = Field("runs/trajectories", description="folder of trajectories to train on")
+    output: str = Field("runs/train", description="run folder: checkpoints, metrics.jsonl, final model")
+    tune: Tune = Field(Tune.FULL, description="full fine-tuning or LoRA")
+    dtype: Dtype = Field(Dtype.BFLOAT16, description="precision of the forward and backward pass")
+    deepspeed: str = Field("zero0", description="shipped DeepSpeed config (zero0..zero3, zero2-offload, zero3-offload) or a JSON file")
+    epochs: float = Field(1.0, gt=0, description="passes over the data (used when max_steps is null)")
+    max_steps: int | None = Field(None, ge=1, description="updates in all; null derives it from epochs")
+    global_batch_size: int = Field(4, ge=1, description="completions per update, over all ranks")
+    micro_batch_size: int = Field(4, ge=1, description="completions per forward pass and rank")
+    max_length: int = Field(2048, ge=8, description="longest packed sequence (tokens); longer samples are cut at a block")
+    lr: float = Field(5e-5, gt=0, description="peak learning rate")
+    lr_schedule: LrSchedule = Field(LrSchedule.COSINE, description="schedule after warm-up")
+    warmup_ratio: float = Field(0.03, ge=0, le=1, description="share of updates that warm up")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping (global norm)")
+    gradient_checkpointing: bool = Field(False, description="recompute activations to save memory")
+    log_every_steps: int = Field(5, ge=1, description="updates between log lines")
+    save_every_steps: int = Field(50, ge=1, description="updates between checkpoints")
+    keep_checkpoints: int = Field(2, ge=1, description="complete checkpoints kept")
+    eval_every_steps: int | None = Field(None, ge=1, description="updates between held-out decodes; null decodes at the end only")
+    resume: str = Field("auto", description="auto (newest complete checkpoint of the output), never, or a checkpoint path")
+    seed: int = Field(0, ge=0, description="seed of data order, noise choice and LoRA initialisation")
+    num_threads: int = Field(0, ge=0, description="CPU threads per rank; 0 leaves torch's own choice")
+
+
+class EvalConfig(Section):
+    """Held-out decoding with the engine: tokens per forward pass and agreement."""
+
+    input: str = Field("math", description="prompt source, as in collect.input")
+    split: Split = Field(Split.HELDOUT, description="part of the source to read")
+    format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
+    num_prompts: int = Field(16, ge=1, description="prompts decoded")
+    window: int = Field(16, ge=1, description="window (tokens)")
+    fill: FillPolicy = Field(FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses")
+    max_tokens: int = Field(128, ge=1, description="longest completion (tokens)")
+    batch_size: int = Field(8, ge=1, description="requests decoded together")
+    seed: int = Field(0, ge=0, description="seed of the prompt draw")
+
+
+class GenerateConfig(Section):
+    """jacobi-infer generate."""
+
+    model: str = Field("smollm2-135m", description="model name (smollm2-135m needs no hub), hub id or folder")
+    adapter: str | None = Field(None, description="LoRA adapter folder, merged at load")
+    dtype: Dtype = Field(Dtype.BFLOAT16, description="precision of weights and K/V pages")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    prompt: str | None = Field(None, description="one prompt")
+    input: str | None = Field(None, description="JSONL file with id and prompt or messages; - reads standard input")
+    format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
+    window: int = Field(16, ge=1, le=1024, description="window (tokens); 1 is plain AR")
+    mode: DecodeMode = Field(DecodeMode.SLIDING, description="sliding (serving) or block")
+    fill: FillPolicy = Field(FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses")
+    max_tokens: int = Field(256, ge=1, description="longest completion (tokens)")
+    ignore_eos: bool = Field(False, description="go on after an end-of-sequence token")
+    on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
+    seed: int = Field(0, ge=0, description="seed of prompt-draw guesses (they change speed, never the output)")
+
+
+class BenchConfig(Section):
+    """jacobi-infer bench: modes x windows x batch sizes over one set of prompts, paired by repeat."""
+
+    model: str = Field("smollm2-135m", description="model name (smollm2-135m needs no hub), hub id or folder")
+    adapter: str | None = Field(None, description="LoRA adapter folder, merged at load")
+    dtype: Dtype = Field(Dtype.BFLOAT16, description="precision of weights and K/V pages")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    input: str = Field("math", description="prompt source, as in collect.input")
+    split: Split = Field(Split.HELDOUT, description="part of the source to read")
+    format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
+    num_prompts: int = Field(8, ge=1, description="prompts decoded per cell")
+    modes: list[DecodeMode] = Field([DecodeMode.SLIDING], description="window modes")
+    windows: list[int] = Field([1, 8, 16], min_length=1, description="windows (tokens); 1 is plain AR and always runs")
+    batch_sizes: list[int] = Field([1, 4], min_length=1, description="requests in flight")
+    fill: FillPolicy = Field(FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses")
+    max_tokens: int = Field(128, ge=1, description="longest completion (tokens)")
+    repeats: int = Field(3, ge=1, description="paired repeats of every cell; medians are reported")
+    output: str | None = Field(None, description="folder for bench.json and bench.png; null writes none")
+    seed: int = Field(0, ge=0, description="seed of the prompt draw")
+
+    @model_validator(mode="after")
+    def _positive(self) -> BenchConfig:
+        for name in ("windows", "batch_sizes"):
+            if any(value < 1 for value in getattr(self, name)):
+                raise ValueError(f"{name} must all be at least 1")
+        return self
+
+
+class StatsConfig(Section):
+    """jacobi-data stats and validate."""
+
+    path: str = Field("runs/trajectories", description="folder of trajectories")
+    png: str | None = Field(None, description="write the histogram to this PNG")
+    rerun: int = Field(0, ge=0, description="validate: completions whose states are recomputed one block at a time")
+
+
+class Recipe(Section):
+    """One whole road. Each command reads the sections it needs."""
+
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    collect: CollectConfig = Field(default_factory=CollectConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    generate: GenerateConfig = Field(default_factory=GenerateConfig)
+    bench: BenchConfig = Field(default_factory=BenchConfig)
+    stats: StatsConfig = Field(default_factory=StatsConfig)
