@@ -101,6 +101,17 @@ class EngineConfig(Section):
     num_threads: int = Field(0, ge=0, description="CPU threads; 0 leaves torch's own choice")
 
 
+class PromptsConfig(Section):
+    """jacobi-data prompts: write a prompt source as a JSONL file."""
+
+    input: str = Field("math", description="prompt source: 'math', 'stdlib', or a JSONL file of prompts")
+    split: Split = Field(Split.HELDOUT, description="part of the source to read")
+    limit: int | None = Field(None, ge=1, description="number of prompts to take (seeded draw); null takes all")
+    output: str = Field("-", description="JSONL file to write; - is standard output")
+    on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
+    seed: int = Field(0, ge=0, description="seed of the prompt draw")
+
+
 class CollectConfig(Section):
     """Trajectory collection: prompts in, Jacobi trajectories out."""
 
@@ -212,8 +223,7 @@ class BenchConfig(Section):
     adapter: str | None = Field(None, description="LoRA adapter folder, merged at load")
     dtype: Dtype = Field(Dtype.BFLOAT16, description="precision of weights and K/V pages")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    input: str = Field("math", description="prompt source, as in collect.input")
-    split: Split = Field(Split.HELDOUT, description="part of the source to read")
+    input: str | None = Field(None, description="JSONL prompt file (jacobi-data prompts writes one)")
     format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
     num_prompts: int = Field(8, ge=1, description="prompts decoded per cell")
     modes: list[DecodeMode] = Field([DecodeMode.SLIDING], description="window modes")
@@ -245,6 +255,7 @@ class Recipe(Section):
     """One whole road. Each command reads the sections it needs."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    prompts: PromptsConfig = Field(default_factory=PromptsConfig)
     collect: CollectConfig = Field(default_factory=CollectConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
