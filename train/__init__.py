@@ -1,0 +1,1 @@
+"""Trajectories in, checkpoint out: consistency training with DeepSpeed."""
