@@ -1,0 +1,344 @@
+"""Attention over row groups: the pass layout, and the ``sdpa`` backend.
+
+Any Hugging Face decoder runs unchanged: its attention layers call the function registered here, which writes K/V into
+our pages and attends per request. The metadata of the running pass travels in a context variable, because some models
+drop unknown keyword arguments.
+
+Shape suffixes: R rows of the pass, H query heads, K key/value heads, G query heads per key/value head, D head size,
+S requests of a bucket, Q padded rows, L padded key slots, P padded own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface
+
+from jacobi_llm.configs.errors import UsageError
+from jacobi_llm.infer.kv_pages import KVCache
+from jacobi_llm.infer.row_group import RowGroup
+
+ATTENTION_NAME = "jacobi_paged"
+
+_IGNORED_KWARGS = frozenset(
+    {
+        "position_ids",
+        "position_embeddings",
+        "cache",
+        "past_key_values",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
+
+
+@dataclass
+class Bucket:
+    """Requests of one pass with similar row counts, padded to one rectangle.
+
+    Attributes:
+        rows_SQ: [S, Q] int64, index into the pass's rows (0 where padded).
+        is_row_SQ: [S, Q] bool.
+        position_SQ: [S, Q] int64, position of the row.
+        page_limit_SQ: [S, Q] int64, keys in pages at positions below this are visible.
+        slots_SL: [S, L] int64, K/V slots in order of position.
+        own_SP: [S, P] int64, rows of groups that do not write pages; P may be 0.
+        own_position_SP: [S, P] int64.
+        own_group_SP: [S, P] int64, group number, -1 where padded.
+        group_SQ: [S, Q] int64, group number of a row that sees own rows, -2 for rows that do not.
+    """
+
+    rows_SQ: torch.Tensor
+    is_row_SQ: torch.Tensor
+    position_SQ: torch.Tensor
+    page_limit_SQ: torch.Tensor
+    slots_SL: torch.Tensor
+    own_SP: torch.Tensor
+    own_position_SP: torch.Tensor
+    own_group_SP: torch.Tensor
+    group_SQ: torch.Tensor
+    _masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, sliding_window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask [S, 1, G*Q, L+P]: key j is visible to query q iff q - W < j <= q, within the limits above.
+
+        Padded rows see key 0, so that no row is fully masked.
+        """
+        cache_key = (sliding_window, num_groups, dtype)
+        if cache_key not in self._masks:
+            key_L = torch.arange(self.slots_SL.shape[1], device=self.slots_SL.device)
+            pages = key_L[None, None, :] < self.page_limit_SQ[:, :, None]
+            own = (self.group_SQ[:, :, None] == self.own_group_SP[:, None, :]) & (
+                self.own_position_SP[:, None, :] <= self.position_SQ[:, :, None]
+            )
+            if sliding_window is not None:
+                oldest = self.position_SQ[:, :, None] - sliding_window
+                pages = pages & (key_L[None, None, :] > oldest)
+                own = own & (self.own_position_SP[:, None, :] > oldest)
+            pages[:, :, 0] |= ~self.is_row_SQ
+            visible = torch.cat((pages, own), dim=-1).repeat(1, num_groups, 1)
+            additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            self._masks[cache_key] = additive.masked_fill_(~visible, float("-inf"))[:, None]
+        return self._masks[cache_key]
+
+
+@dataclass
+class PassLayout:
+    """One forward pass, laid out as tensors.
+
+    Attributes:
+        input_ids: [1, R] int64.
+        position_ids: [1, R] int64.
+        write_rows: [W] int64 or None when every row writes its K/V.
+        write_slots: [W] int64, where they go.
+        logit_rows: [N] int64, rows whose logits are wanted, in order of groups.
+        buckets: the rectangles attention runs on.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    write_rows: torch.Tensor | None
+    write_slots: torch.Tensor
+    logit_rows: torch.Tensor
+    buckets: list[Bucket]
+
+    @property
+    def num_rows(self) -> int:
+        return self.input_ids.shape[1]
+
+    @classmethod
+    def build(cls, groups: Sequence[RowGroup], page_size: int, device: torch.device) -> PassLayout:
+        """Lay out ``groups``; groups of one request must share the same block table object."""
+        input_ids: list[int] = []
+        positions: list[int] = []
+        write_rows: list[int] = []
+        write_slots: list[int] = []
+        logit_rows: list[int] = []
+        requests: dict[int, list[tuple[int, int, RowGroup]]] = {}
+        for number, group in enumerate(groups):
+            first = len(input_ids)
+            input_ids.extend(group.token_ids)
+            span = range(group.prefix_len, group.prefix_len + group.num_rows)
+            positions.extend(span)
+            if group.writes_pages:
+                write_rows.extend(range(first, first + group.num_rows))
+                write_slots.extend(group.block_table[p // page_size] * page_size + p % page_size for p in span)
+            logit_rows.extend(range(first + group.num_rows - group.num_logit_rows, first + group.num_rows))
+            requests.setdefault(id(group.block_table), []).append((number, first, group))
+        by_size: dict[int, list[list[tuple[int, int, RowGroup]]]] = {}
+        for members in requests.values():
+            num_rows = sum(group.num_rows for _, _, group in members)
+            by_size.setdefault(max(num_rows - 1, 15).bit_length(), []).append(members)
+
+        def as_tensor(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        return cls(
+            input_ids=as_tensor(input_ids)[None],
+            position_ids=as_tensor(positions)[None],
+            write_rows=None if len(write_rows) == len(input_ids) else as_tensor(write_rows),
+            write_slots=as_tensor(write_slots),
+            logit_rows=as_tensor(logit_rows),
+            buckets=[_build_bucket(requests_, page_size, device) for requests_ in by_size.values()],
+        )
+
+
+def _build_bucket(
+    requests: Sequence[Sequence[tuple[int, int, RowGroup]]], page_size: int, device: torch.device
+) -> Bucket:
+    rows: list[list[int]] = []
+    positions: list[list[int]] = []
+    limits: list[list[int]] = []
+    row_groups: list[list[int]] = []
+    slots: list[list[int]] = []
+    own: list[list[int]] = []
+    own_positions: list[list[int]] = []
+    own_groups: list[list[int]] = []
+    for members in requests:
+        rows.append([])
+        positions.append([])
+        limits.append([])
+        row_groups.append([])
+        own.append([])
+        own_positions.append([])
+        own_groups.append([])
+        num_keys = 1
+        for number, first, group in members:
+            span = list(range(group.prefix_len, group.prefix_len + group.num_rows))
+            indices = list(range(first, first + group.num_rows))
+            rows[-1].extend(indices)
+            positions[-1].extend(span)
+            if group.writes_pages:
+                limits[-1].extend(position + 1 for position in span)
+                row_groups[-1].extend([-2] * group.num_rows)
+                num_keys = max(num_keys, group.prefix_len + group.num_rows)
+            else:
+                limits[-1].extend([group.prefix_len] * group.num_rows)
+                row_groups[-1].extend([number] * group.num_rows)
+                own[-1].extend(indices)
+                own_positions[-1].extend(span)
+                own_groups[-1].extend([number] * group.num_rows)
+                num_keys = max(num_keys, group.prefix_len)
+        table = members[0][2].block_table
+        slots.append(
+            [page * page_size + offset for page in table[: -(-num_keys // page_size)] for offset in range(page_size)][
+                :num_keys
+            ]
+        )
+
+    def pad(lists: list[list[int]], value: int) -> torch.Tensor:
+        width = max(len(one) for one in lists)
+        return torch.tensor([one + [value] * (width - len(one)) for one in lists], dtype=torch.int64, device=device)
+
+    rows_SQ = pad(rows, -1)
+    return Bucket(
+        rows_SQ=rows_SQ.clamp_min(0),
+        is_row_SQ=rows_SQ >= 0,
+        position_SQ=pad(positions, 0),
+        page_limit_SQ=pad(limits, 0),
+        slots_SL=pad(slots, 0),
+        own_SP=pad(own, 0),
+        own_position_SP=pad(own_positions, 0),
+        own_group_SP=pad(own_groups, -1),
+        group_SQ=pad(row_groups, -2),
+    )
+
+
+@dataclass(frozen=True)
+class _RunningPass:
+    layout: PassLayout
+    cache: KVCache
+
+
+_running_pass: ContextVar[_RunningPass | None] = ContextVar("running_pass", default=None)
+
+
+@contextmanager
+def running_pass(layout: PassLayout, cache: KVCache) -> Iterator[None]:
+    """Make ``layout`` and ``cache`` known to the attention layers of a model called inside the block."""
+    token = _running_pass.set(_RunningPass(layout, cache))
+    try:
+        yield
+    finally:
+        _running_pass.reset(token)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The ``sdpa`` backend, in the signature of transformers' attention interface.
+
+    Args:
+        module: attention layer; ``module.layer_idx`` names its pages.
+        query: [1, H, R, D]; key, value: [1, K, R, D].
+        attention_mask: unused, visibility comes from the running pass.
+        scaling: factor of the scores, 1/sqrt(D) when None.
+        sliding_window: W, in tokens.
+        softcap: scores become softcap * tanh(scores / softcap).
+
+    Returns:
+        [1, R, H, D] in the dtype of ``query``, and None for the weights.
+
+    Raises:
+        UsageError: the layer asks for something this backend does not compute.
+    """
+    _refuse_unknown(module, kwargs, is_causal)
+    running = _running_pass.get()
+    if running is None:
+        raise RuntimeError("paged attention was called outside a pass of the engine")
+    layout, cache = running.layout, running.cache
+    layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+    query_RHD, key_RKD, value_RKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if layout.write_rows is None:
+        cache.write(layer_idx, layout.write_slots, key_RKD, value_RKD)
+    else:
+        cache.write(layer_idx, layout.write_slots, key_RKD[layout.write_rows], value_RKD[layout.write_rows])
+    out_RHD = torch.empty_like(query_RHD)
+    for bucket in layout.buckets:
+        out_SQHD = _attend(
+            bucket,
+            query_RHD,
+            (key_RKD, value_RKD),
+            (cache.keys[layer_idx], cache.values[layer_idx]),
+            scaling,
+            sliding_window,
+            softcap,
+        )
+        out_RHD[bucket.rows_SQ[bucket.is_row_SQ]] = out_SQHD[bucket.is_row_SQ]
+    return out_RHD[None], None
+
+
+def _attend(
+    bucket: Bucket,
+    query_RHD: torch.Tensor,
+    own_kv: tuple[torch.Tensor, torch.Tensor],
+    paged_kv: tuple[torch.Tensor, torch.Tensor],
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One rectangle: queries grouped by key/value head, so that K/V are never copied per query head."""
+    num_requests, num_rows = bucket.rows_SQ.shape
+    num_heads, head_dim = query_RHD.shape[1:]
+    num_kv_heads = own_kv[0].shape[1]
+    num_groups = num_heads // num_kv_heads
+    query_SKED = (
+        query_RHD[bucket.rows_SQ]
+        .view(num_requests, num_rows, num_kv_heads, num_groups, head_dim)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(num_requests, num_kv_heads, num_groups * num_rows, head_dim)
+    )
+    keys_values = []
+    for own_RKD, paged_NKD in zip(own_kv, paged_kv, strict=True):
+        stored = paged_NKD[bucket.slots_SL]
+        if bucket.own_SP.shape[1]:
+            stored = torch.cat((stored, own_RKD[bucket.own_SP].to(stored.dtype)), dim=1)
+        keys_values.append(stored.transpose(1, 2))
+    mask = bucket.mask(sliding_window, num_groups, query_SKED.dtype)
+    key, value = keys_values
+    if softcap is None:
+        out = F.scaled_dot_product_attention(query_SKED, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scale = head_dim**-0.5 if scaling is None else scaling
+        scores = (query_SKED @ key.transpose(-1, -2)).to(torch.promote_types(query_SKED.dtype, torch.float32)) * scale
+        scores = softcap * torch.tanh(scores / softcap) + mask
+        out = torch.softmax(scores, dim=-1).to(value.dtype) @ value
+    return (
+        out.view(num_requests, num_kv_heads, num_groups, num_rows, head_dim)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(num_requests, num_rows, num_heads, head_dim)
+    )
+
+
+def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any], is_causal: bool | None) -> None:
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _IGNORED_KWARGS)
+    if is_causal is False:
+        unknown.append("is_causal=False")
+    if unknown:
+        raise UsageError(
+            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which the sdpa backend does not compute; "
+            "this model is not supported"
+        )
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
