@@ -8,7 +8,9 @@ complete or absent; a lock file lets several processes ask at the same time and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -152,7 +154,8 @@ def _convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with quiet_libraries():
+    # The GGUF reader draws its own bar, which no setting turns off.
+    with quiet_libraries(), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         # Without dequantize the loaded model counts as quantised and refuses to be saved.
         model = AutoModelForCausalLM.from_pretrained(
@@ -163,6 +166,8 @@ def _convert(gguf: Path, target: Path) -> None:
         )
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
+    # safetensors writes files that only their owner can read; a shared cache needs the usual mode.
+    (target / "model.safetensors").chmod((target / "config.json").stat().st_mode)
     _tidy_config(target / "config.json")
     _tidy_tokenizer_config(target / "tokenizer_config.json")
 

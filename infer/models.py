@@ -49,8 +49,28 @@ _REFUSED_FAMILIES: dict[str, str] = {
     "gpt_oss": _SINKS,
     **dict.fromkeys(
         (
-            *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2"),
-            *("falcon_h1", "nemotron_h", "olmo_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "minimax"),
+            *(
+                "mamba",
+                "mamba2",
+                "falcon_mamba",
+                "rwkv",
+                "xlstm",
+                "recurrent_gemma",
+                "jamba",
+                "bamba",
+                "zamba",
+                "zamba2",
+            ),
+            *(
+                "falcon_h1",
+                "nemotron_h",
+                "olmo_hybrid",
+                "qwen3_next",
+                "qwen3_5",
+                "qwen3_5_moe",
+                "kimi_linear",
+                "minimax",
+            ),
             *("lfm2", "lfm2_moe", "lfm3", "granitemoehybrid"),
         ),
         _RECURRENT,
@@ -183,7 +203,9 @@ def check_supported(config: PretrainedConfig) -> None:
     family = str(config.model_type)
     reason = _refusal(config)
     if reason is not None:
-        raise UsageError(f"model family '{family}' is not supported: {reason}; use a causal decoder such as llama or qwen3")
+        raise UsageError(
+            f"model family '{family}' is not supported: {reason}; use a causal decoder such as llama or qwen3"
+        )
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
@@ -304,7 +326,9 @@ def _check_adapter(adapter: str) -> str:
     if not path.is_dir():
         raise UsageError(f"adapter '{adapter}': no such folder")
     if not (path / "adapter_config.json").is_file():
-        raise UsageError(f"adapter '{adapter}': the folder has no adapter_config.json; give a LoRA folder saved by peft")
+        raise UsageError(
+            f"adapter '{adapter}': the folder has no adapter_config.json; give a LoRA folder saved by peft"
+        )
     if not (path / "adapter_model.safetensors").is_file():
         raise UsageError(f"adapter '{adapter}': the folder has no adapter_model.safetensors")
     return str(path)
@@ -333,9 +357,7 @@ def _read_tokenizer(name: str, path: str, local_only: bool, trust_remote_code: b
     return tokenizer
 
 
-def _read_weights(
-    name: str, path: str, dtype: Dtype, local_only: bool, trust_remote_code: bool
-) -> PreTrainedModel:
+def _read_weights(name: str, path: str, dtype: Dtype, local_only: bool, trust_remote_code: bool) -> PreTrainedModel:
     try:
         with quiet_libraries():
             model = AutoModelForCausalLM.from_pretrained(

@@ -7,9 +7,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# DeepSpeed reads this when it is imported, which peft and transformers do behind our back where it is installed.
-os.environ.setdefault("DS_LOG_LEVEL", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Setting accelerator to CPU")
+
+
+# DeepSpeed writes this line to standard output, where our JSON goes, as soon as transformers or peft import it. A
+# filter stays when DeepSpeed sets up its logger later; a level would be overwritten.
+logging.getLogger("DeepSpeed").addFilter(_is_wanted)
 
 _LOUD_LOGGERS = ("DeepSpeed", "huggingface_hub", "httpx", "filelock", "peft", "torch.distributed.elastic")
 
