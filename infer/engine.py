@@ -41,8 +41,6 @@ class LLMEngine:
             max_num_rows=config.max_num_rows,
             max_context=self.max_context,
         )
-        self.num_passes = 0
-        self.num_rows = 0
         self._sequences: dict[str, Sequence] = {}
 
     def add_request(self, request: Request) -> None:
@@ -133,8 +131,6 @@ class LLMEngine:
             )
         ]
         chosen = iter(choose(logits, keys)) if keys else iter(())
-        self.num_passes += 1
-        self.num_rows += sum(part.group.num_rows for part in scheduled)
         return [[next(chosen) for _ in range(part.group.num_logit_rows)] for part in scheduled]
 
     def _commit(self, part: ScheduledRows, predictions: list[int]) -> StepOutput | None:

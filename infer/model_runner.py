@@ -19,11 +19,16 @@ class ModelRunner:
 
     The model's attention implementation is switched for the length of a pass only, so that the trainer can decode
     with the module it trains.
+
+    Attributes:
+        num_passes, num_rows: passes run and rows forwarded since construction.
     """
 
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
         self.model = model
         self.cache = cache
+        self.num_passes = 0
+        self.num_rows = 0
 
     @torch.inference_mode()
     def forward(self, groups: Sequence[RowGroup]) -> torch.Tensor:
@@ -45,6 +50,8 @@ class ModelRunner:
                 use_cache=False,
                 logits_to_keep=layout.logit_rows,
             )
+        self.num_passes += 1
+        self.num_rows += layout.num_rows
         logits: torch.Tensor = output.logits[0]
         return logits
 
