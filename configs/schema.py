@@ -87,7 +87,7 @@ class PromptFormat(StrEnum):
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are checked on assignment too."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
 
 
 class EngineConfig(Section):
@@ -161,12 +161,16 @@ class TrainConfig(Section):
     output: str = Field("runs/train", description="run folder: checkpoints, metrics.jsonl, final model")
     tune: Tune = Field(Tune.FULL, description="full fine-tuning or LoRA")
     dtype: Dtype = Field(Dtype.BFLOAT16, description="precision of the forward and backward pass")
-    deepspeed: str = Field("zero0", description="shipped DeepSpeed config (zero0..zero3, zero2-offload, zero3-offload) or a JSON file")
+    deepspeed: str = Field(
+        "zero0", description="shipped DeepSpeed config (zero0..zero3, zero2-offload, zero3-offload) or a JSON file"
+    )
     epochs: float = Field(1.0, gt=0, description="passes over the data (used when max_steps is null)")
     max_steps: int | None = Field(None, ge=1, description="updates in all; null derives it from epochs")
     global_batch_size: int = Field(4, ge=1, description="completions per update, over all ranks")
     micro_batch_size: int = Field(4, ge=1, description="completions per forward pass and rank")
-    max_length: int = Field(2048, ge=8, description="longest packed sequence (tokens); longer samples are cut at a block")
+    max_length: int = Field(
+        2048, ge=8, description="longest packed sequence (tokens); longer samples are cut at a block"
+    )
     lr: float = Field(5e-5, gt=0, description="peak learning rate")
     lr_schedule: LrSchedule = Field(LrSchedule.COSINE, description="schedule after warm-up")
     warmup_ratio: float = Field(0.03, ge=0, le=1, description="share of updates that warm up")
@@ -177,8 +181,12 @@ class TrainConfig(Section):
     log_every_steps: int = Field(5, ge=1, description="updates between log lines")
     save_every_steps: int = Field(50, ge=1, description="updates between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="complete checkpoints kept")
-    eval_every_steps: int | None = Field(None, ge=1, description="updates between held-out decodes; null decodes at the end only")
-    resume: str = Field("auto", description="auto (newest complete checkpoint of the output), never, or a checkpoint path")
+    eval_every_steps: int | None = Field(
+        None, ge=1, description="updates between held-out decodes; null decodes at the end only"
+    )
+    resume: str = Field(
+        "auto", description="auto (newest complete checkpoint of the output), never, or a checkpoint path"
+    )
     seed: int = Field(0, ge=0, description="seed of data order, noise choice and LoRA initialisation")
     num_threads: int = Field(0, ge=0, description="CPU threads per rank; 0 leaves torch's own choice")
 

@@ -1,0 +1,49 @@
+"""``jacobi-data``: prompts in, trajectories out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jacobi_llm.configs import cli
+
+COMMANDS = (
+    cli.Command(
+        name="prompts",
+        summary="write a prompt source as a JSONL file",
+        sections=("prompts",),
+        run="jacobi_llm.data.sources:run",
+        example="jacobi-data prompts --input math --split heldout --limit 40 --output prompts.jsonl",
+        supports_json=True,
+        supports_dry_run=True,
+    ),
+    cli.Command(
+        name="collect",
+        summary="decode prompts and record the Jacobi trajectories of their completions",
+        sections=("collect", "engine"),
+        run="jacobi_llm.data.collector:run",
+        example="jacobi-data collect --config math --window 16 --output runs/trajectories",
+        supports_json=True,
+        supports_dry_run=True,
+    ),
+    cli.Command(
+        name="stats",
+        summary="iterations per block, tokens fixed per iteration, fast-forwarded and stationary tokens",
+        sections=("stats",),
+        run="jacobi_llm.data.stats:run",
+        example="jacobi-data stats --path runs/trajectories --png stats.png",
+        supports_json=True,
+    ),
+    cli.Command(
+        name="validate",
+        summary="check schema, hashes, time order and fixed points, and re-run a sample one block at a time",
+        sections=("stats", "engine"),
+        run="jacobi_llm.data.validate:run",
+        example="jacobi-data validate --path runs/trajectories --rerun 4",
+        supports_json=True,
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the console command; returns its exit code."""
+    return cli.main("jacobi-data", "Prompts in, Jacobi trajectories out.", COMMANDS, argv)
