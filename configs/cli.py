@@ -232,7 +232,7 @@ def _shorthands(command: Command) -> dict[str, SettingField]:
 
 def _is_flag(argument: str) -> bool:
     """Whether an argument is a flag rather than the value of the one before it (prompts may begin with dashes)."""
-    return argument == "-h" or re.fullmatch(r"--[A-Za-z][^\s=]*(=.*)?", argument, flags=re.DOTALL) is not None
+    return re.fullmatch(r"--?[A-Za-z][^\s=]*(=.*)?", argument, flags=re.DOTALL) is not None
 
 
 def _parse(usage: str, command: Command, arguments: Sequence[str]) -> _Parsed:
@@ -245,15 +245,11 @@ def _parse(usage: str, command: Command, arguments: Sequence[str]) -> _Parsed:
     pending = list(arguments)
     while pending:
         argument = pending.pop(0)
-        if re.fullmatch(r"-[A-Za-z].*", argument) and argument != "-h":
-            _take_values(pending)
-            parsed.faults.append(_unknown_flag(usage, command, argument, normalise(argument[1:])))
-            continue
         if not _is_flag(argument):
             parsed.faults.append(f"unexpected argument {argument!r}: settings are flags, see {usage} --help")
             continue
         typed, has_value, attached = argument.partition("=")
-        name = "help" if argument == "-h" else normalise(typed[2:])
+        name = "help" if argument == "-h" else normalise(typed.removeprefix("--"))
         inverted = fields.get(_without_no(name))
         if name == "local_rank" and command.accepts_local_rank:
             if not has_value:
@@ -357,7 +353,7 @@ def _command_help(usage: str, command: Command) -> str:
         prog=usage,
         usage=f"{usage} [--config NAME|FILE] [flags]",
         description=f"{command.summary}\n\nFlags win over the recipe, the recipe over the defaults shown here. "
-        f"- and _ are alike in flags.\nEvery flag of {primary} can also be written --{primary}.KEY, as in the recipe. "
+        f"- and _ are alike in flags.\nEvery flag of {primary} can also be written --{primary}.KEY, as in the recipe.\n"
         "A true|false flag may stand alone, or as --no-KEY.",
         epilog=f"example:\n  {command.example}",
         formatter_class=_HelpFormatter,
