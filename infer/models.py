@@ -9,6 +9,7 @@ are read. Every refusal is one line that says what was asked, what was found and
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,9 @@ _REFUSED_FAMILIES: dict[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "kimi_k2"), _MLA),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4"), _SPARSE),
     "gpt_oss": _SINKS,
+    **dict.fromkeys(("doge", "diffllama"), "it changes masks or weights inside its own attention code"),
+    "hrm_text": "it runs the same layers several times in one pass, and each run needs K/V of its own",
+    "blt": "it reads bytes in patches of varying length, not tokens",
     **dict.fromkeys(
         (
             *(
@@ -181,7 +185,7 @@ def load_model(
     model = _read_weights(name, path, dtype, local_only, trust_remote_code)
     if adapter_path is not None:
         model = _merge_adapter(model, adapter_path)
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
     model.to(torch.device(device))  # type: ignore[arg-type]
     return LoadedModel(
         model=model,
@@ -250,22 +254,27 @@ def _refusal(config: PretrainedConfig) -> str | None:
         family_reason = _REFUSED_FAMILIES.get(str(part.model_type))
         if family_reason is not None:
             return family_reason
+    for layer_type in sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - _KNOWN_LAYER_TYPES):
+        return _LAYER_REASONS.get(layer_type, _RECURRENT if "linear" in layer_type else f"it has '{layer_type}' layers")
     if getattr(text, "kv_lora_rank", None):
         return _MLA
     if getattr(text, "alibi", False):
         return _ALIBI
-    for layer_type in sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - _KNOWN_LAYER_TYPES):
-        return _LAYER_REASONS.get(layer_type, _RECURRENT if "linear" in layer_type else f"it has '{layer_type}' layers")
     refused_rope = sorted(_rope_types(text) & _REFUSED_ROPE)
     if refused_rope:
         return f"its rope scaling '{refused_rope[0]}' depends on the longest request in the batch"
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        if not getattr(model_class, "_supports_attention_backend", False):
+        if not _uses_attention_interface(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]):
             return "it does not use transformers' attention interface"
     elif not getattr(config, "auto_map", None):
         return "it is not a causal language model"
     return None
+
+
+def _uses_attention_interface(model_class: type) -> bool:
+    # The flag is missing from a few families whose code does use the interface (stablelm), hence the second look.
+    has_flag = bool(getattr(model_class, "_supports_attention_backend", False))
+    return has_flag or hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _rope_types(config: PretrainedConfig) -> set[str]:
