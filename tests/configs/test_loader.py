@@ -92,13 +92,12 @@ def test_three_wrong_keys_are_told_at_once_with_line_and_suggestion(recipe_file:
 
 
 def test_faults_of_file_and_flags_come_together(recipe_file: Path) -> None:
-    recipe_file.write_text("collect:\n  window: 1\n  dtype: bfloat61\nbench:\n  windows: [1, x]\n  modes: block\n")
+    recipe_file.write_text("collect:\n  window: 1\n  dtype: bf16\nbench:\n  windows: [1, x]\n  modes: block\n")
     faults = faults_of(str(recipe_file), {"train.lr": "fast", "engine.page-size": "0", "train.epoch": "1"})
     assert sorted(faults) == sorted(
         [
             f"{recipe_file}:2: collect.window = 1: it must be at least 2",
-            f"{recipe_file}:3: collect.dtype = bfloat61: use one of bfloat16, float32, float64 "
-            "(did you mean bfloat16?)",
+            f"{recipe_file}:3: collect.dtype = bf16: use one of bfloat16, float32, float64 (did you mean bfloat16?)",
             f"{recipe_file}:5: bench.windows = x: give a whole number",
             "--train.lr fast: give a number",
             "--engine.page-size 0: it must be at least 1",
