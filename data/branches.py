@@ -1,0 +1,138 @@
+"""All blocks of all completions at once: every block's Jacobi run is a branch that shares its completion's pages.
+
+Block b starts from the finished prefix y*_<b, so the runs do not depend on each other, and one ragged pass advances
+all of them. Tokens that are final and equal to y* leave the rows: their K/V stands in the pages already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jacobi_llm.configs.schema import FillPolicy, TargetSource
+from jacobi_llm.data.record import Block
+from jacobi_llm.infer.fill import fill_guesses
+from jacobi_llm.infer.model_runner import ModelRunner
+from jacobi_llm.infer.row_group import RowGroup
+from jacobi_llm.infer.rule import first_wrong
+from jacobi_llm.infer.sampler import RowKey, choose
+
+
+@dataclass(frozen=True)
+class Target:
+    """A finished completion whose K/V lies in pages.
+
+    Attributes:
+        prompt_ids, completion_ids: token ids; the completion is y*.
+        block_table: pages with K/V of every token but the last.
+        source_index: key of the initial guesses.
+        target_source: with ``model``, y* is known to be the fixed point.
+    """
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    block_table: Sequence[int]
+    source_index: int
+    target_source: TargetSource
+
+
+def initial_state(
+    policy: FillPolicy, prompt_ids: Sequence[int], completion_ids: Sequence[int], start: int, length: int, key: tuple[int, int]
+) -> list[int]:
+    """y(0) of the block at ``start``: depends on the prompt, y*_<start and ``key`` (seed, source index) only."""
+    last_token_id = completion_ids[start - 1] if start else prompt_ids[-1]
+    return fill_guesses(
+        policy, prompt_ids=prompt_ids, last_token_id=last_token_id, num_guesses=length, key=(*key, start)
+    )
+
+
+class Branch:
+    """The Jacobi run of one block.
+
+    One iteration computes y(j+1)_i = argmax p(. | x, y*_<start, y(j)_<i) for all i of the block. It ends when the
+    state repeats, when it reaches a y* that is known to be the fixed point, or after n + 1 iterations.
+    """
+
+    def __init__(self, target: Target, start: int, state: list[int]) -> None:
+        self.target = target
+        self.start = start
+        self.state = state
+        self.right = list(target.completion_ids[start : start + len(state)])
+        self.states: list[list[int]] = []
+        self.num_iterations = 0
+        self.is_done = False
+        self.is_converged = False
+        self._num_final = 0
+        self._settle()
+
+    @property
+    def num_dropped(self) -> int:
+        """Leading tokens that are final and equal to y*: they need no rows."""
+        wrong = first_wrong(self.state, self.right)
+        if self.target.target_source is TargetSource.MODEL:
+            return wrong
+        return min(wrong, self._num_final)
+
+    def group(self) -> RowGroup:
+        """Rows of the next iteration: the token before the first open one, then the open ones but the last."""
+        dropped = self.num_dropped
+        before = self.target.completion_ids[self.start + dropped - 1] if self.start + dropped else self.target.prompt_ids[-1]
+        token_ids = [before, *self.state[dropped:-1]]
+        return RowGroup(
+            block_table=self.target.block_table,
+            prefix_len=len(self.target.prompt_ids) + self.start + dropped - 1,
+            token_ids=token_ids,
+            writes_pages=False,
+            num_logit_rows=len(token_ids),
+        )
+
+    def advance(self, predictions: Sequence[int]) -> None:
+        """Take the predictions of :meth:`group`'s rows as the next state."""
+        following = self.state[: self.num_dropped] + list(predictions)
+        self.num_iterations += 1
+        unchanged = first_wrong(self.state, following)
+        if unchanged == len(self.state):
+            self.is_done = self.is_converged = True
+            return
+        self.states.append(self.state)
+        self.state = following
+        self._num_final = max(self._num_final, unchanged + 1)
+        self._settle()
+        if not self.is_done and self.num_iterations > len(self.state):
+            self.is_done = True
+
+    def block(self) -> Block:
+        """The finished block."""
+        return Block(self.start, self.states, None if self.state == self.right else self.state)
+
+    def _settle(self) -> None:
+        is_known = self.target.target_source is TargetSource.MODEL and self.state == self.right
+        if is_known or self._num_final >= len(self.state):
+            self.is_done = self.is_converged = True
+
+
+def run_branches(branches: Sequence[Branch], runner: ModelRunner, max_num_rows: int) -> None:
+    """Iterate every branch to its end; each round advances all that are open, in passes of at most ``max_num_rows``."""
+    open_branches = [branch for branch in branches if not branch.is_done]
+    while open_branches:
+        batch: list[tuple[Branch, RowGroup]] = []
+        num_rows = 0
+        for branch in open_branches:
+            group = branch.group()
+            if batch and num_rows + group.num_rows > max_num_rows:
+                _advance(batch, runner)
+                batch, num_rows = [], 0
+            batch.append((branch, group))
+            num_rows += group.num_rows
+        _advance(batch, runner)
+        open_branches = [branch for branch in open_branches if not branch.is_done]
+
+
+def _advance(batch: Sequence[tuple[Branch, RowGroup]], runner: ModelRunner) -> None:
+    logits = runner.forward([group for _, group in batch])
+    keys = [
+        RowKey(0, 0, branch.start + branch.num_dropped + row) for branch, group in batch for row in range(group.num_rows)
+    ]
+    chosen = iter(choose(logits, keys))
+    for branch, group in batch:
+        branch.advance([next(chosen) for _ in range(group.num_rows)])
