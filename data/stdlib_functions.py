@@ -27,7 +27,7 @@ _SKIPPED_FOLDERS = frozenset(
 _FENCE = "```"
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def read_stdlib_functions(root: str | None = None) -> tuple[Prompt, ...]:
     """Return the prompts of all documented functions, ordered by module name and then by place in the file.
 

@@ -185,7 +185,7 @@ def load_model(
     model = _read_weights(name, path, dtype, local_only, trust_remote_code)
     if adapter_path is not None:
         model = _merge_adapter(model, adapter_path)
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     model.to(torch.device(device))  # type: ignore[arg-type]
     return LoadedModel(
         model=model,
@@ -264,7 +264,8 @@ def _refusal(config: PretrainedConfig) -> str | None:
     if refused_rope:
         return f"its rope scaling '{refused_rope[0]}' depends on the longest request in the batch"
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        if not _uses_attention_interface(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]):
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if not _uses_attention_interface(model_class):
             return "it does not use transformers' attention interface"
     elif not getattr(config, "auto_map", None):
         return "it is not a causal language model"
@@ -347,7 +348,7 @@ def _read_config(name: str, path: str, local_only: bool, trust_remote_code: bool
     try:
         with quiet_libraries():
             config = AutoConfig.from_pretrained(path, local_files_only=local_only, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # a field of the wrong type raises the hub library's own error
         raise UsageError(f"model '{name}': its config.json cannot be used: {_one_line(error)}") from error
     assert isinstance(config, PretrainedConfig)
     return config

@@ -34,8 +34,8 @@ def quiet_libraries() -> Iterator[None]:
     had_bars = transformers_logging.is_progress_bar_enabled()
     for name in _LOUD_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
@@ -43,4 +43,4 @@ def quiet_libraries() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
         transformers_logging.set_verbosity(previous_verbosity)
         if had_bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()
