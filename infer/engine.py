@@ -31,6 +31,7 @@ class LLMEngine:
             torch.set_num_threads(config.num_threads)
         model = loaded.model
         self.max_context = loaded.max_context
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         num_pages = num_pages_for(model.config, model.dtype, config.page_size, config.kv_memory_mib << 20)
         self.pool = PagePool(num_pages, config.page_size)
         self.kv_bytes_per_token = bytes_per_token(model.config, model.dtype)
@@ -49,20 +50,29 @@ class LLMEngine:
         ``max_tokens`` is lowered to what the model's context leaves.
 
         Raises:
-            UsageError: empty prompt, id in use, a prompt that fills the context, or a request that cannot fit the
-                K/V pages even alone.
+            UsageError: empty prompt, id in use, a token outside the vocabulary, an adapter, a prompt that fills the
+                context, or a request that cannot fit the K/V pages even alone.
         """
         prompt_len = len(request.prompt_ids)
         if request.id in self._sequences:
             raise UsageError(f"request {request.id}: this id is in use")
         if prompt_len == 0:
             raise UsageError(f"request {request.id}: the prompt has no tokens")
+        # What would make the whole pass fail is refused here, where it costs nobody else their answer.
+        outside = next((token for token in request.prompt_ids if not 0 <= token < self.vocab_size), None)
+        if outside is not None:
+            raise UsageError(f"request {request.id}: token id {outside} is not in the vocabulary of {self.vocab_size}")
+        if request.adapter is not None:
+            raise UsageError(
+                f"request {request.id}: adapters chosen per request are not supported yet; merge one with --adapter"
+            )
         if prompt_len >= self.max_context:
             raise UsageError(
                 f"request {request.id}: {prompt_len} prompt tokens leave no room in the context of {self.max_context}"
             )
         max_tokens = min(request.params.max_tokens, self.max_context - prompt_len)
-        num_pages = self.pool.pages_for(prompt_len + max_tokens)
+        # The last token is returned, never read: it needs no slot.
+        num_pages = self.pool.pages_for(prompt_len + max_tokens - 1)
         if num_pages > self.pool.num_pages:
             raise UsageError(
                 f"request {request.id}: {prompt_len} prompt + {max_tokens} completion tokens need {num_pages} K/V pages, "
@@ -83,14 +93,27 @@ class LLMEngine:
         return [out for part, chosen in zip(scheduled, predictions, strict=True) if (out := self._commit(part, chosen))]
 
     def generate(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Decode ``requests`` to their end; outputs in the order of the requests."""
-        ids = []
-        for request in requests:
-            self.add_request(request)
-            ids.append(request.id)
+        """Decode ``requests`` to their end; outputs in the order of the requests.
+
+        All or nothing: when one is refused, or a pass fails, none of them stays in the engine.
+
+        Raises:
+            UsageError: a request is refused, or others still wait or run (their outputs would be lost here).
+        """
+        if self.scheduler.waiting or self.scheduler.running:
+            raise UsageError("generate wants an idle engine; use add_request and step to let requests join")
+        ids: list[str] = []
         finished: dict[str, RequestOutput] = {}
-        while len(finished) < len(ids):
-            finished.update({out.request_id: out.finished for out in self.step() if out.finished})
+        try:
+            for request in requests:
+                self.add_request(request)
+                ids.append(request.id)
+            while len(finished) < len(ids):
+                finished.update({out.request_id: out.finished for out in self.step() if out.finished})
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
         return [finished[request_id] for request_id in ids]
 
     def abort(self, request_id: str) -> None:
