@@ -60,7 +60,9 @@ def read_word_problems() -> tuple[WordProblem, ...]:
         records = [json.loads(line) for line in text.splitlines()]
         return tuple(WordProblem(**{**record, "split": Split(record["split"])}) for record in records)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunError(f"{_FILE}: the installed file is missing or damaged ({error}); install the package again") from error
+        raise RunError(
+            f"{_FILE}: the installed file is missing or damaged ({error}); install the package again"
+        ) from error
 
 
 def as_prompts() -> list[Prompt]:
