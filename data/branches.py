@@ -37,7 +37,12 @@ class Target:
 
 
 def initial_state(
-    policy: FillPolicy, prompt_ids: Sequence[int], completion_ids: Sequence[int], start: int, length: int, key: tuple[int, int]
+    policy: FillPolicy,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    start: int,
+    length: int,
+    key: tuple[int, int],
 ) -> list[int]:
     """y(0) of the block at ``start``: depends on the prompt, y*_<start and ``key`` (seed, source index) only."""
     last_token_id = completion_ids[start - 1] if start else prompt_ids[-1]
@@ -76,7 +81,9 @@ class Branch:
     def group(self) -> RowGroup:
         """Rows of the next iteration: the token before the first open one, then the open ones but the last."""
         dropped = self.num_dropped
-        before = self.target.completion_ids[self.start + dropped - 1] if self.start + dropped else self.target.prompt_ids[-1]
+        before = (
+            self.target.completion_ids[self.start + dropped - 1] if self.start + dropped else self.target.prompt_ids[-1]
+        )
         token_ids = [before, *self.state[dropped:-1]]
         return RowGroup(
             block_table=self.target.block_table,
@@ -131,7 +138,9 @@ def run_branches(branches: Sequence[Branch], runner: ModelRunner, max_num_rows: 
 def _advance(batch: Sequence[tuple[Branch, RowGroup]], runner: ModelRunner) -> None:
     logits = runner.forward([group for _, group in batch])
     keys = [
-        RowKey(0, 0, branch.start + branch.num_dropped + row) for branch, group in batch for row in range(group.num_rows)
+        RowKey(0, 0, branch.start + branch.num_dropped + row)
+        for branch, group in batch
+        for row in range(group.num_rows)
     ]
     chosen = iter(choose(logits, keys))
     for branch, group in batch:

@@ -61,7 +61,9 @@ def run(recipe: Recipe, options: Options) -> int:
 class Collector:
     """Decodes y* for every prompt and runs all blocks' Jacobi iterations."""
 
-    def __init__(self, engine: LLMEngine, loaded: LoadedModel, config: CollectConfig, prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self, engine: LLMEngine, loaded: LoadedModel, config: CollectConfig, prompts: Sequence[Prompt]
+    ) -> None:
         self.engine = engine
         self.loaded = loaded
         self.config = config
@@ -143,9 +145,7 @@ class Collector:
         if wave:
             yield wave
 
-    def _collect_wave(
-        self, wave: Sequence[tuple[Prompt, list[int], list[int] | None]]
-    ) -> tuple[list[Trajectory], int]:
+    def _collect_wave(self, wave: Sequence[tuple[Prompt, list[int], list[int] | None]]) -> tuple[list[Trajectory], int]:
         outputs = self.engine.generate(self._target_request(*request) for request in wave)
         per_completion: list[list[Branch]] = []
         for (prompt, prompt_ids, given), output in zip(wave, outputs, strict=True):

@@ -87,7 +87,9 @@ class Manifest:
         try:
             payload = json.loads(path.read_bytes())
             if payload["schema_version"] != SCHEMA_VERSION:
-                raise RunError(f"{path}: schema version {payload['schema_version']}, this release reads {SCHEMA_VERSION}")
+                raise RunError(
+                    f"{path}: schema version {payload['schema_version']}, this release reads {SCHEMA_VERSION}"
+                )
             shards = {int(number): Shard(**shard) for number, shard in payload.pop("shards").items()}
             return cls(**payload, shards=shards)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -117,7 +119,7 @@ def read_shard(folder: Path, shard: Shard) -> list[Trajectory]:
         RunError: the file is missing, was changed or cut, or holds another number of rows.
     """
     path = folder / shard.file
-    remedy = "delete it and run the same jacobi-data collect again: only this shard is redone"
+    remedy = "run the same jacobi-data collect again: only this shard is redone"
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -154,6 +153,8 @@ def _convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from jacobi_llm.infer.model_folder import save_model_folder
+
     # The GGUF reader draws its own bar, which no setting turns off.
     with quiet_libraries(), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
@@ -164,32 +165,7 @@ def _convert(gguf: Path, target: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
         )
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-    # safetensors writes files that only their owner can read; a shared cache needs the usual mode.
-    (target / "model.safetensors").chmod((target / "config.json").stat().st_mode)
-    _tidy_config(target / "config.json")
-    _tidy_tokenizer_config(target / "tokenizer_config.json")
-
-
-def _tidy_config(path: Path) -> None:
-    """Drop what describes the GGUF file and not the model."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("_model_name_or_path", "_name_or_path", "quantization_config", "is_local"):
-        config.pop(key, None)
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _tidy_tokenizer_config(path: Path) -> None:
-    """Name a tokenizer class that transformers 4 knows too, and state the model's own length limit."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("is_local", "local_files_only", "backend"):
-        config.pop(key, None)
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    config["model_max_length"] = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))[
-        "max_position_embeddings"
-    ]
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_model_folder(target, model, tokenizer)
 
 
 def _say(progress: bool, line: str) -> None:

@@ -30,7 +30,7 @@ class ModelRunner:
         self.num_passes = 0
         self.num_rows = 0
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, groups: Sequence[RowGroup]) -> torch.Tensor:
         """One ragged forward pass.
 
@@ -43,12 +43,16 @@ class ModelRunner:
         if any(group.adapter is not None for group in groups):
             raise UsageError("adapters chosen per request are not supported yet; merge one with --adapter")
         layout = PassLayout.build(groups, self.cache.page_size, self.cache.device)
-        with self._paged_attention(), running_pass(layout, self.cache):
+        with self._paged_attention(), running_pass(layout, self.cache) as running:
             output = self.model(
                 input_ids=layout.input_ids,
                 position_ids=layout.position_ids,
                 use_cache=False,
                 logits_to_keep=layout.logit_rows,
+            )
+        if not running.layers_seen:
+            raise UsageError(
+                f"{type(self.model).__name__} does not call the attention it was given; this model is not supported"
             )
         self.num_passes += 1
         self.num_rows += layout.num_rows
