@@ -108,7 +108,7 @@ def draw_png(results: Sequence[CellResult], title: str) -> bytes:
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.set_xlabel("window (tokens)")
         axis.set_ylabel(name)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * max(1.0, axis.dataLim.y1))
         axis.axhline(1.0, color="0.7", linewidth=1, zorder=0)
         axis.legend()
     figure.suptitle(title)

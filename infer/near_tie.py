@@ -1,0 +1,84 @@
+"""The near-tie rule: when may two greedy decodes of one prompt differ?
+
+Sums in another order round in another way, so two tokens with almost the same logit can change places. A difference
+is explained when the reference's own gap between its best two tokens, at the first position that differs, is below a
+bound; anything else is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+FP32_BOUND = 1e-4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a decode leaves the reference.
+
+    Attributes:
+        position: completion position, from 0.
+        gap: distance of the reference's two largest logits there; infinite when one decode ended too early.
+    """
+
+    position: int
+    gap: float
+
+    def is_explained(self, bound: float = FP32_BOUND) -> bool:
+        """Tell whether rounding explains it."""
+        return self.gap < bound
+
+
+@torch.inference_mode()
+def reference_ids(
+    model: PreTrainedModel, prompt_ids: Sequence[int], *, max_tokens: int, stop_token_ids: Sequence[int]
+) -> list[int]:
+    """Decode greedily with transformers' own ``generate``, one prompt alone.
+
+    Args:
+        model: with an attention of transformers.
+        prompt_ids: at least one token.
+        max_tokens: longest completion (tokens).
+        stop_token_ids: every id that ends it; empty for none.
+
+    Returns:
+        The completion, the stop token included when one was reached.
+    """
+    stop = list(stop_token_ids)
+    # Built here, because the checkpoint's own settings may sample or penalise.
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=max_tokens, eos_token_id=stop or None, pad_token_id=stop[0] if stop else 0
+    )
+    ids = torch.tensor([list(prompt_ids)], device=model.device)
+    output = model.generate(  # type: ignore[operator]
+        input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings
+    )
+    completion: list[int] = output[0, len(prompt_ids) :].tolist()
+    return completion
+
+
+@torch.inference_mode()
+def first_difference(
+    model: PreTrainedModel, prompt_ids: Sequence[int], reference: Sequence[int], token_ids: Sequence[int]
+) -> Difference | None:
+    """Return where ``token_ids`` leaves ``reference``, with the gap there; None when they are equal.
+
+    Args:
+        model: the model that decoded both.
+        prompt_ids: their prompt.
+        reference, token_ids: the completions.
+    """
+    pairs = enumerate(zip(reference, token_ids, strict=False))
+    position = next((index for index, (right, got) in pairs if right != got), None)
+    if position is None:
+        if len(reference) == len(token_ids):
+            return None
+        return Difference(min(len(reference), len(token_ids)), float("inf"))
+    prefix = torch.tensor([[*prompt_ids, *reference[:position]]], device=model.device)
+    logits = model(input_ids=prefix, use_cache=False, logits_to_keep=1).logits[0, -1].double()
+    best, second = logits.topk(2).values.tolist()
+    return Difference(position, best - second)

@@ -1,0 +1,236 @@
+"""jacobi-infer generate: what is printed, when, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jacobi_llm.infer import cli, generate
+from jacobi_llm.infer.engine import LLMEngine
+from jacobi_llm.infer.near_tie import first_difference, reference_ids
+from jacobi_llm.infer.request import StepOutput
+from tests.tiny_models import tiny_loaded
+
+KEYS = [
+    "id",
+    "text",
+    "token_ids",
+    "prompt_tokens",
+    "completion_tokens",
+    "finish_reason",
+    "forward_passes",
+    "tokens_per_forward",
+    "ttft_ms",
+    "latency_ms",
+]
+
+
+@pytest.fixture
+def base(tiny_checkpoint: Path) -> list[str]:
+    """Flags that every run of the command shares."""
+    return ["generate", "--model", str(tiny_checkpoint), "--dtype", "float32", "--device", "cpu", "--max-tokens", "12"]
+
+
+def prompt_file(tmp_path: Path, *records: Any) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_json_lines_in_input_order_with_all_keys(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"id": f"r{i}", "prompt": "word " * (i + 1)} for i in range(5)]
+    records.append({"id": "chat", "messages": [{"role": "user", "content": "Grüße 😀"}]})
+    assert cli.main([*base, "--input", prompt_file(tmp_path, *records), "--json", "--ignore-eos"]) == 0
+    captured = capsys.readouterr()
+    lines = lines_of(captured.out)
+    assert [line["id"] for line in lines] == [record["id"] for record in records]
+    for line in lines:
+        assert list(line) == KEYS
+        assert line["completion_tokens"] == len(line["token_ids"]) == 12
+        assert line["finish_reason"] == "length"
+        assert line["tokens_per_forward"] == pytest.approx(12 / line["forward_passes"], abs=1e-4)
+        assert 0 < line["ttft_ms"] <= line["latency_ms"]
+    assert captured.err.startswith("6 requests: 72 tokens in ")
+    assert "TPF" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", ["sliding", "block"])
+def test_ids_do_not_depend_on_window_or_company(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    path = prompt_file(tmp_path, *({"prompt": f"{i} bottles of {'x' * i}"} for i in range(4)))
+    runs = []
+    for window in ("1", "8"):
+        flags = ["--input", path, "--json", "--dtype", "float64", "--window", window, "--mode", mode]
+        assert cli.main([*base, *flags]) == 0
+        runs.append([line["token_ids"] for line in lines_of(capsys.readouterr().out)])
+    assert runs[0] == runs[1]
+
+
+def test_a_single_prompt_streams_and_ends_with_a_line(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*base, "--prompt", "Hello"]) == 0
+    plain = capsys.readouterr()
+    assert cli.main([*base, "--prompt", "Hello", "--json"]) == 0
+    (line,) = lines_of(capsys.readouterr().out)
+    assert line["id"] == "prompt"
+    assert plain.out == line["text"] + ("" if line["text"].endswith("\n") else "\n")
+    assert plain.err.startswith("1 request: ")
+
+
+def test_several_prompts_are_told_apart(base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = prompt_file(tmp_path, {"id": "a", "prompt": "one"}, {"id": "b", "prompt": "two"})
+    assert cli.main([*base, "--input", path, "--prompt", "zero"]) == 0
+    out = capsys.readouterr().out
+    assert {f"==> {name} <==" for name in ("prompt", "a", "b")} <= set(out.splitlines())
+
+
+def test_raw_reads_the_text_and_nothing_else(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*base, "--prompt", "abc", "--raw", "--json"]) == 0
+    assert lines_of(capsys.readouterr().out)[0]["prompt_tokens"] == 3
+
+
+def test_a_request_that_cannot_run_leaves_the_others_alone(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = prompt_file(tmp_path, {"id": "ok", "prompt": "a"}, {"id": "long", "prompt": "x" * 400}, {"prompt": "b"})
+    assert cli.main([*base, "--input", path, "--json"]) == 1
+    captured = capsys.readouterr()
+    lines = lines_of(captured.out)
+    assert [line["id"] for line in lines] == ["ok", "long", "3"]
+    assert list(lines[1]) == ["id", "error"]
+    assert "context of 256" in lines[1]["error"]
+    assert captured.err.startswith("2 of 3 requests, 1 failed: ")
+    assert cli.main([*base, "--input", path]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: request long: ")
+    assert captured.out.count("==> ") == 2
+
+
+def test_nothing_given_is_a_usage_error(
+    base: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for empty in (None, io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"")))):  # type: ignore[arg-type]
+        monkeypatch.setattr(sys, "stdin", empty)
+        assert cli.main(base) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err == "error: nothing to decode: give --prompt TEXT, --input FILE, or pipe JSON lines in\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--input", "-"]])
+def test_standard_input(
+    base: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'{"id": 7, "prompt": "x"}'))))  # type: ignore[arg-type]
+    assert cli.main([*base, *flags, "--json"]) == 0
+    assert lines_of(capsys.readouterr().out)[0]["id"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "x", "--device", "tpu"], "device 'tpu': give auto, cpu, cuda or cuda:N"),
+        (["--prompt", "x", "--model", "no/such/folder"], "no such folder"),
+        (["--input", "missing.jsonl"], "missing.jsonl: cannot read the prompt file"),
+    ],
+)
+def test_wrong_requests(base: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert cli.main([*base, *flags]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_broken_line_is_named_or_skipped(base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": \n{"prompt": "c"}\n', encoding="utf-8")
+    assert cli.main([*base, "--input", str(path), "--json"]) == 2
+    assert f"{path}:2: broken JSON" in capsys.readouterr().err
+    assert cli.main([*base, "--input", str(path), "--json", "--on-bad-input", "skip"]) == 0
+    assert [line["id"] for line in lines_of(capsys.readouterr().out)] == ["1", "3"]
+
+
+def test_dry_run_loads_no_weights(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(generate, "load_model", refuse)
+    path = prompt_file(tmp_path, {"prompt": "abc"}, {"prompt": "abcdef"})
+    assert cli.main([*base, "--input", path, "--raw", "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["prompts"], plan["prompt_tokens"], plan["completion_tokens_at_most"]) == (2, 9, 24)
+    assert plan["pages_of_largest_request"] == 2
+    assert plan["pages_at_most"] == 1 + 2
+    long = prompt_file(tmp_path, {"id": "long", "prompt": "x" * 400})
+    assert cli.main([*base, "--input", long, "--dry-run"]) == 1
+    captured = capsys.readouterr()
+    assert "prompts_refused: 1" in captured.out
+    assert "prompt 'long'" in captured.err
+
+
+def test_interrupt_keeps_what_is_finished(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_step = LLMEngine.step
+
+    def step(engine: LLMEngine) -> list[StepOutput]:
+        if not any(sequence.request.id == "short" for sequence in engine._sequences.values()):
+            raise KeyboardInterrupt
+        return real_step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", step)
+    # The second one ends first: its context is almost full.
+    path = prompt_file(tmp_path, {"id": "long", "prompt": "a"}, {"id": "short", "prompt": "x" * 254})
+    flags = ["--input", path, "--raw", "--ignore-eos", "--json", "--window", "1"]
+    assert cli.main([*base, *flags]) == 130
+    captured = capsys.readouterr()
+    assert [line["id"] for line in lines_of(captured.out)] == ["short"]
+    assert captured.err.startswith("interrupted; 1 of 2 requests: ")
+
+
+def test_a_model_that_cannot_chat_is_told_once(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path
+) -> None:
+    from tests.tiny_models import save_tiny_checkpoint
+
+    folder = save_tiny_checkpoint(tmp_path / "plain")
+    for name in ("chat_template.jinja",):
+        (folder / name).unlink()
+    path = prompt_file(tmp_path, {"prompt": "a"}, {"prompt": "b"})
+    assert cli.main([*base, "--model", str(folder), "--input", path]) == 2
+    assert capsys.readouterr().err.count("no chat template; use --raw") == 1
+
+
+def test_near_tie_rule_finds_the_gap() -> None:
+    loaded = tiny_loaded(dtype=torch.float64)
+    prompt = list(range(5, 20))
+    reference = reference_ids(loaded.model, prompt, max_tokens=6, stop_token_ids=())
+    assert len(reference) == 6
+    assert first_difference(loaded.model, prompt, reference, reference) is None
+    wrong = [*reference[:3], (reference[3] + 1) % 259, *reference[4:]]
+    difference = first_difference(loaded.model, prompt, reference, wrong)
+    assert difference is not None
+    assert difference.position == 3
+    assert 0 < difference.gap < 100
+    assert not difference.is_explained()
+    assert difference.is_explained(bound=100)
+    short = first_difference(loaded.model, prompt, reference, reference[:4])
+    assert short is not None
+    assert not short.is_explained(bound=1e9)
