@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import jacobi_llm
 from jacobi_llm.configs.errors import RunError
-from jacobi_llm.configs.loader import write_atomically
+from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.configs.schema import FillPolicy, ObjectiveName
 
 CHECKPOINT_CONFIG_NAME = "jacobi_config.json"

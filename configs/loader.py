@@ -8,7 +8,6 @@ faults that parsing the flags has already found.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -19,7 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from jacobi_llm.configs.errors import RunError, UsageError
+from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.fields import (
     NULL_WORDS,
     SettingField,
@@ -32,6 +31,7 @@ from jacobi_llm.configs.fields import (
     value_from_list,
     value_from_text,
 )
+from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.configs.schema import Recipe
 
 RESOLVED_NAME = "config.yaml"
@@ -145,38 +145,6 @@ def save_resolved(recipe: Recipe, folder: str | Path) -> Path:
         RunError: when the folder or the file cannot be written.
     """
     return write_atomically(Path(folder) / RESOLVED_NAME, dump_recipe(recipe))
-
-
-def write_atomically(path: Path, text: str) -> Path:
-    """Writes a text file by way of a temporary one in the same folder.
-
-    Raises:
-        RunError: when the folder or the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                # Temporary files are private; the finished one gets the permissions of any new file.
-                os.chmod(file.name, 0o666 & ~_umask())
-                os.replace(file.name, path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror or error})") from error
-    return path
-
-
-def _umask() -> int:
-    current = os.umask(0o022)
-    os.umask(current)
-    return current
 
 
 def _locate(config: str) -> Traversable | Path:

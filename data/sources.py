@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jacobi_llm.configs.errors import RunError, UsageError
+from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.fields import suggestion
+from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.configs.schema import OnBadInput, Split
 from jacobi_llm.data import stdlib_functions, word_problems
 from jacobi_llm.infer.prompt import Prompt, read_prompt_file
@@ -91,7 +90,8 @@ def run(recipe: Recipe, options: Options) -> int:
         The exit code.
 
     Raises:
-        UsageError: as :func:`read_source`, or an output that cannot be written.
+        UsageError: as :func:`read_source`.
+        RunError: an output that cannot be written.
     """
     settings = recipe.prompts
     found = read_source(
@@ -114,7 +114,7 @@ def run(recipe: Recipe, options: Options) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
-        _write_atomically(Path(settings.output).expanduser(), text)
+        write_atomically(Path(settings.output).expanduser(), text)
     for reason, count in sorted(found.num_skipped.items()):
         print(f"skipped {count}: {reason}", file=sys.stderr)
     print(f"wrote {summary}", file=sys.stderr)
@@ -170,32 +170,3 @@ def _check_is_file(source: str) -> None:
         raise UsageError(f"prompt source '{source}': this is a folder; give a JSONL file, or one of: {names}")
     hint = suggestion(source, NAMED_SOURCES)
     raise UsageError(f"prompt source '{source}': no such file{hint}; give a JSONL file, or one of: {names}")
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write the file so that it is there complete or not at all.
-
-    Raises:
-        UsageError: the folder cannot be written.
-        RunError: the disk is full.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    except OSError as error:
-        raise UsageError(f"output '{path}': cannot be written: {error.strerror or error}") from error
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise RunError(f"output '{path}': cannot be written: {error.strerror or error}") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jacobi_llm.configs.errors import UsageError
-from jacobi_llm.configs.loader import write_atomically
+from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.configs.schema import Recipe
 from jacobi_llm.infer.bench_cell import CellResult
 from jacobi_llm.infer.environment import describe_environment

@@ -49,14 +49,16 @@ def reference_ids(
         The completion, the stop token included when one was reached.
     """
     stop = list(stop_token_ids)
-    # Built here, because the checkpoint's own settings may sample or penalise.
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=max_tokens, eos_token_id=stop or None, pad_token_id=stop[0] if stop else 0
     )
     ids = torch.tensor([list(prompt_ids)], device=model.device)
-    output = model.generate(  # type: ignore[operator]
-        input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings
-    )
+    # generate fills what is not set here from the model's own settings, which may stop, sample or penalise.
+    models_own, model.generation_config = model.generation_config, settings
+    try:
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))  # type: ignore[operator]
+    finally:
+        model.generation_config = models_own
     completion: list[int] = output[0, len(prompt_ids) :].tolist()
     return completion
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from jacobi_llm.configs.errors import RunError, UsageError
-from jacobi_llm.data.store import write_atomically
+from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.train.data_order import Ranks
 
 MARK = "complete.json"

@@ -112,7 +112,7 @@ def test_the_command_reports_its_faults(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["prompts", "--input", "maths"]) == 2
     assert "did you mean math" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert main(["prompts", "--output", str(tmp_path / "file" / "out.jsonl")]) == 2
+    assert main(["prompts", "--output", str(tmp_path / "file" / "out.jsonl")]) == 1
     assert "cannot be written" in capsys.readouterr().err
     assert main(["prompts", "--dry-run", "--output", str(tmp_path / "out.jsonl")]) == 0
     assert not (tmp_path / "out.jsonl").exists()

@@ -218,6 +218,17 @@ def test_a_model_that_cannot_chat_is_told_once(
     assert capsys.readouterr().err.count("no chat template; use --raw") == 1
 
 
+def test_the_reference_heeds_none_of_the_models_own_settings() -> None:
+    loaded = tiny_loaded()
+    prompt = list(range(5, 20))
+    plain = reference_ids(loaded.model, prompt, max_tokens=8, stop_token_ids=())
+    loaded.model.generation_config.eos_token_id = plain[2]
+    loaded.model.generation_config.repetition_penalty = 50.0
+    assert reference_ids(loaded.model, prompt, max_tokens=8, stop_token_ids=()) == plain
+    assert reference_ids(loaded.model, prompt, max_tokens=8, stop_token_ids=[plain[2]])[-1] == plain[2]
+    assert loaded.model.generation_config.repetition_penalty == 50.0
+
+
 def test_near_tie_rule_finds_the_gap() -> None:
     loaded = tiny_loaded(dtype=torch.float64)
     prompt = list(range(5, 20))

@@ -1,0 +1,69 @@
+"""Files that are complete or absent: written under a temporary name in the same folder, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from jacobi_llm.configs.errors import RunError
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def write_atomically(path: Path, content: str | bytes) -> Path:
+    """Writes a file so that it is either what it was or complete, also after a kill or a power cut.
+
+    Args:
+        path: the file; its folder is made if need be.
+        content: text is written as UTF-8, line ends as they are.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        RunError: when the folder or the file cannot be written; the file is then what it was.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "wb", dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, delete=False
+        ) as file:
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                # Temporary files are private; the finished one gets the permissions of any new file.
+                os.chmod(file.name, 0o666 & ~_umask())
+                os.replace(file.name, path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror or error})") from error
+    return path
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes temporary files that killed writers of ``path`` have left; call it only when no writer can be alive."""
+    for leftover in path.parent.glob(f".{path.name}.*{TEMPORARY_SUFFIX}"):
+        leftover.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    # The rename itself is durable only with the folder; not every file system lets a folder be synced.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _umask() -> int:
+    current = os.umask(0o022)
+    os.umask(current)
+    return current
