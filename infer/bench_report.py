@@ -81,8 +81,8 @@ def write_results(folder: Path, recipe: Recipe, device: str, num_prompts: int, r
         "cells": [asdict(result) for result in results],
     }
     path = write_atomically(folder / "bench.json", json.dumps(record, indent=2) + "\n")
-    png_path = folder / "bench.png"
-    png_path.write_bytes(draw_png(results, f"{config.model}, {config.dtype.value}, {device}"))
+    png = draw_png(results, f"{config.model}, {config.dtype.value}, {device}")
+    png_path = write_atomically(folder / "bench.png", png)
     print(f"wrote {path} and {png_path}", file=sys.stderr)
 
 

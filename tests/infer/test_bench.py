@@ -44,7 +44,7 @@ def bench_flags(tiny_checkpoint: Path, tmp_path: Path) -> list[str]:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"count to {i}"}) + "\n" for i in range(6)), encoding="utf-8")
     flags = ["bench", "--model", str(tiny_checkpoint), "--dtype", "float64", "--device", "cpu", "--input", str(path)]
-    return [*flags, "--num-prompts", "4", "--max-tokens", "6", "--repeats", "2"]
+    return [*flags, "--num-prompts", "4", "--max-tokens", "6", "--repeats", "2", "--engine.kv_memory_mib", "4"]
 
 
 def test_measure_counts_tokens_passes_and_rows() -> None:

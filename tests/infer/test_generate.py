@@ -34,7 +34,8 @@ KEYS = [
 @pytest.fixture
 def base(tiny_checkpoint: Path) -> list[str]:
     """Flags that every run of the command shares."""
-    return ["generate", "--model", str(tiny_checkpoint), "--dtype", "float32", "--device", "cpu", "--max-tokens", "12"]
+    flags = ["generate", "--model", str(tiny_checkpoint), "--dtype", "float32", "--device", "cpu"]
+    return [*flags, "--max-tokens", "12", "--engine.kv_memory_mib", "4"]
 
 
 def prompt_file(tmp_path: Path, *records: Any) -> str:

@@ -35,7 +35,18 @@ def test_the_whole_road_on_a_cpu(
     gpu_check: ModuleType, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "gpu.json"
-    flags = ["--device", "cpu", "--model", str(tiny_checkpoint), "--tokens", "6", "--bench-tokens", "3"]
+    flags = [
+        "--device",
+        "cpu",
+        "--kv-memory-mib",
+        "4",
+        "--model",
+        str(tiny_checkpoint),
+        "--tokens",
+        "6",
+        "--bench-tokens",
+        "3",
+    ]
     flags += ["--prompts", "3", "--batch-sizes", "1,2", "--windows", "1,4", "--repeats", "1", "--output", str(path)]
     assert gpu_check.main(flags) == 0
     record = json.loads(path.read_text(encoding="utf-8"))
@@ -48,7 +59,18 @@ def test_the_whole_road_on_a_cpu(
 def test_a_wrong_decode_fails_the_check(
     gpu_check: ModuleType, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--device", "cpu", "--model", str(tiny_checkpoint), "--tokens", "4", "--bench-tokens", "2"]
+    flags = [
+        "--device",
+        "cpu",
+        "--kv-memory-mib",
+        "4",
+        "--model",
+        str(tiny_checkpoint),
+        "--tokens",
+        "4",
+        "--bench-tokens",
+        "2",
+    ]
     flags += ["--prompts", "1", "--batch-sizes", "1", "--windows", "1", "--repeats", "1"]
     with mock.patch.object(gpu_check, "reference_ids", return_value=[7, 7, 7, 7]):
         assert gpu_check.main([*flags, "--output", str(tmp_path / "gpu.json")]) == 1
