@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from jacobi_llm.configs.schema import FillPolicy, TargetSource
 from jacobi_llm.data.record import Block
 from jacobi_llm.infer.fill import fill_guesses
@@ -44,7 +46,10 @@ def initial_state(
     length: int,
     key: tuple[int, int],
 ) -> list[int]:
-    """y(0) of the block at ``start``: depends on the prompt, y*_<start and ``key`` (seed, source index) only."""
+    """y(0) of the block at ``start``: depends on the prompt, y*_<start and ``key`` (seed, source index) only.
+
+    A shorter state is the beginning of a longer one: a block that is cut later has the states of the whole, cut.
+    """
     last_token_id = completion_ids[start - 1] if start else prompt_ids[-1]
     return fill_guesses(
         policy, prompt_ids=prompt_ids, last_token_id=last_token_id, num_guesses=length, key=(*key, start)
@@ -54,8 +59,15 @@ def initial_state(
 class Branch:
     """The Jacobi run of one block.
 
-    One iteration computes y(j+1)_i = argmax p(. | x, y*_<start, y(j)_<i) for all i of the block. It ends when the
-    state repeats, when it reaches a y* that is known to be the fixed point, or after n + 1 iterations.
+    One iteration computes y(j+1)_i = argmax p(. | x, y*_<start, y(j)_<i) for all i of the block. A token is final when
+    no token before it changed in the iteration that wrote it. The run ends when all tokens are final, when the state
+    repeats, when it reaches a y* that is known to be the fixed point, or after n + 1 iterations.
+
+    Attributes:
+        states: y(0), y(1), ... before the present ``state``.
+        num_dropped: leading tokens that are final and equal to y*; they need no rows.
+        is_done, is_converged: whether the run has ended, and in a fixed point.
+        is_finite: False once a logit row held no finite maximum; the run has then ended, and means nothing.
     """
 
     def __init__(self, target: Target, start: int, state: list[int]) -> None:
@@ -64,30 +76,22 @@ class Branch:
         self.state = state
         self.right = list(target.completion_ids[start : start + len(state)])
         self.states: list[list[int]] = []
+        self.num_dropped = 0
         self.num_iterations = 0
         self.is_done = False
         self.is_converged = False
+        self.is_finite = True
         self._num_final = 0
         self._settle()
 
-    @property
-    def num_dropped(self) -> int:
-        """Leading tokens that are final and equal to y*: they need no rows."""
-        wrong = first_wrong(self.state, self.right)
-        if self.target.target_source is TargetSource.MODEL:
-            return wrong
-        return min(wrong, self._num_final)
-
     def group(self) -> RowGroup:
         """Rows of the next iteration: the token before the first open one, then the open ones but the last."""
-        dropped = self.num_dropped
-        before = (
-            self.target.completion_ids[self.start + dropped - 1] if self.start + dropped else self.target.prompt_ids[-1]
-        )
-        token_ids = [before, *self.state[dropped:-1]]
+        first_open = self.start + self.num_dropped
+        before = self.target.completion_ids[first_open - 1] if first_open else self.target.prompt_ids[-1]
+        token_ids = [before, *self.state[self.num_dropped : -1]]
         return RowGroup(
             block_table=self.target.block_table,
-            prefix_len=len(self.target.prompt_ids) + self.start + dropped - 1,
+            prefix_len=len(self.target.prompt_ids) + first_open - 1,
             token_ids=token_ids,
             writes_pages=False,
             num_logit_rows=len(token_ids),
@@ -108,13 +112,21 @@ class Branch:
         if not self.is_done and self.num_iterations > len(self.state):
             self.is_done = True
 
+    def give_up(self) -> None:
+        """End a run whose logits are not finite."""
+        self.is_done = True
+        self.is_finite = False
+
     def block(self) -> Block:
         """The finished block."""
         return Block(self.start, self.states, None if self.state == self.right else self.state)
 
     def _settle(self) -> None:
-        is_known = self.target.target_source is TargetSource.MODEL and self.state == self.right
-        if is_known or self._num_final >= len(self.state):
+        """Count what needs no rows any more; end the run when that is everything."""
+        num_right = first_wrong(self.state, self.right)
+        is_known = self.target.target_source is TargetSource.MODEL
+        self.num_dropped = num_right if is_known else min(num_right, self._num_final)
+        if self._num_final == len(self.state) or (is_known and num_right == len(self.state)):
             self.is_done = self.is_converged = True
 
 
@@ -142,6 +154,14 @@ def _advance(batch: Sequence[tuple[Branch, RowGroup]], runner: ModelRunner) -> N
         for branch, group in batch
         for row in range(group.num_rows)
     ]
-    chosen = iter(choose(logits, keys))
+    chosen = choose(logits, keys)
+    # NaN is the largest of all to argmax, so the chosen logit tells whether the row has one.
+    is_finite = logits[torch.arange(len(chosen)), torch.tensor(chosen)].isfinite().tolist()
+    first = 0
     for branch, group in batch:
-        branch.advance([next(chosen) for _ in range(group.num_rows)])
+        last = first + group.num_rows
+        if all(is_finite[first:last]):
+            branch.advance(chosen[first:last])
+        else:
+            branch.give_up()
+        first = last

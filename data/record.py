@@ -110,5 +110,7 @@ class Trajectory:
                 raise RunError(f"{where}: a state is not {len(target)} tokens long")
             if any(a == b for a, b in zip(block.states, [*block.states[1:], end], strict=True)):
                 raise RunError(f"{where}: a state equals the next one before the fixed point")
+            if block.fixed_point == target:
+                raise RunError(f"{where}: a fixed point is stored although it equals y*")
         if next_start != len(self.completion_ids):
             raise RunError(f"trajectory {self.id}: blocks cover {next_start} of {len(self.completion_ids)} tokens")

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
 
 from jacobi_llm.configs.errors import RunError, UsageError
+from jacobi_llm.configs.files import remove_leftovers, write_atomically
+from jacobi_llm.configs.loader import RESOLVED_NAME
 from jacobi_llm.data.record import ARROW_SCHEMA, SCHEMA_VERSION, Trajectory
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Manifest:
         versions: package versions of the run that started the set.
         num_shards: shards of the finished set.
         shards: finished shards by number.
+        bad_input: reason -> input lines that were no prompts (collect.on_bad_input=skip).
     """
 
     settings: dict[str, Any]
@@ -58,6 +64,7 @@ class Manifest:
     num_shards: int
     shards: dict[int, Shard] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+    bad_input: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -69,9 +76,30 @@ class Manifest:
         text = "".join(self.shards[number].sha256 for number in sorted(self.shards))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self.shards.values())
+
+    @property
+    def num_unconverged(self) -> int:
+        return sum(shard.num_unconverged for shard in self.shards.values())
+
+    @property
+    def num_skipped(self) -> dict[str, int]:
+        """Prompts without a trajectory, by reason."""
+        counts: Counter[str] = Counter()
+        for shard in self.shards.values():
+            counts.update({reason: len(indices) for reason, indices in shard.skipped.items()})
+        return dict(sorted(counts.items()))
+
     def write(self, folder: Path) -> None:
+        """Write the manifest atomically.
+
+        Raises:
+            RunError: the folder cannot be written, or the disk is full.
+        """
         payload = {**asdict(self), "shards": {str(n): asdict(self.shards[n]) for n in sorted(self.shards)}}
-        write_atomically(folder / MANIFEST, json.dumps(payload, indent=1, ensure_ascii=False).encode() + b"\n")
+        write_atomically(folder / MANIFEST, json.dumps(payload, indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -79,21 +107,29 @@ class Manifest:
 
         Raises:
             UsageError: there is none in ``folder``.
-            RunError: it cannot be parsed, or is of another schema version.
+            RunError: it cannot be read or parsed, or is of another schema version.
         """
         path = folder / MANIFEST
         if not path.is_file():
             raise UsageError(f"{folder}: no {MANIFEST} here; collect trajectories first (jacobi-data collect)")
         try:
             payload = json.loads(path.read_bytes())
-            if payload["schema_version"] != SCHEMA_VERSION:
-                raise RunError(
-                    f"{path}: schema version {payload['schema_version']}, this release reads {SCHEMA_VERSION}"
-                )
-            shards = {int(number): Shard(**shard) for number, shard in payload.pop("shards").items()}
-            return cls(**payload, shards=shards)
+            version = payload["schema_version"]
+            shards = {int(number): _parse_shard(int(number), one) for number, one in payload.pop("shards").items()}
+            manifest = cls(**payload, shards=shards)
+            if not isinstance(manifest.num_shards, int) or not set(shards) <= set(range(manifest.num_shards)):
+                raise ValueError("shards beyond num_shards")
+            if not isinstance(manifest.settings, dict):
+                raise TypeError("settings are no object")
+        except OSError as error:
+            raise RunError(f"{path}: cannot be read ({error.strerror or error})") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"{path}: damaged manifest ({error}); restore it or collect again") from error
+            raise RunError(
+                f"{path}: damaged manifest ({error}); restore it, or remove it to collect the set anew"
+            ) from error
+        if version != SCHEMA_VERSION:
+            raise RunError(f"{path}: schema version {version}, this release reads {SCHEMA_VERSION}")
+        return manifest
 
 
 def shard_name(number: int) -> str:
@@ -102,7 +138,11 @@ def shard_name(number: int) -> str:
 
 
 def write_shard(folder: Path, number: int, rows: Sequence[Trajectory]) -> tuple[str, str]:
-    """Write one shard atomically; returns its file name and sha256."""
+    """Write one shard atomically; returns its file name and sha256.
+
+    Raises:
+        RunError: the folder cannot be written, or the disk is full.
+    """
     table = pa.Table.from_pylist([row.to_row() for row in rows], schema=ARROW_SCHEMA)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
@@ -116,18 +156,25 @@ def read_shard(folder: Path, shard: Shard) -> list[Trajectory]:
     """Read one shard after checking its hash.
 
     Raises:
-        RunError: the file is missing, was changed or cut, or holds another number of rows.
+        RunError: the file is missing, was changed or cut, has another schema, or holds another number of rows.
     """
     path = folder / shard.file
     remedy = "run the same jacobi-data collect again: only this shard is redone"
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+        raise RunError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from error
     digest = hashlib.sha256(content).hexdigest()
     if digest != shard.sha256:
         raise RunError(f"{path}: damaged, sha256 {digest[:12]}… is not the manifest's {shard.sha256[:12]}…; {remedy}")
-    rows = [Trajectory.from_row(row) for row in pq.read_table(pa.BufferReader(content)).to_pylist()]
+    try:
+        table = pq.read_table(pa.BufferReader(content))
+        if not table.schema.equals(ARROW_SCHEMA):
+            raise RunError(f"{path}: its columns are not those of a trajectory shard; {remedy}")
+        rows = [Trajectory.from_row(row) for row in table.to_pylist()]
+    except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RunError(f"{path}: not a trajectory shard ({reason}); {remedy}") from error
     if len(rows) != shard.num_rows:
         raise RunError(f"{path}: {len(rows)} rows, the manifest says {shard.num_rows}; {remedy}")
     return rows
@@ -140,19 +187,35 @@ def read_trajectories(folder: Path) -> Iterator[Trajectory]:
         yield from read_shard(folder, manifest.shards[number])
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write ``content`` so that ``path`` is either what it was or complete, also after a power cut.
+@contextmanager
+def locked_for_writing(folder: Path) -> Iterator[None]:
+    """Make ``folder`` if need be, keep other collectors out of it, and clear away what killed ones have left.
 
     Raises:
-        RunError: the disk is full or the folder cannot be written.
+        UsageError: the folder cannot be made or written.
+        RunError: another process collects into it.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    lock = FileLock(folder / LOCK, timeout=0)
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise RunError(
+            f"{folder}: another jacobi-data collect is writing here; wait for it, or choose another"
+        ) from None
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"{path}: cannot be written ({error.strerror}); what was finished before is kept") from error
+        raise UsageError(f"collect.output: {folder} cannot be written ({error.strerror or error})") from error
+    try:
+        for name in (MANIFEST, RESOLVED_NAME, "shard-*"):
+            remove_leftovers(folder / name)
+        yield
+    finally:
+        lock.release()
+
+
+def _parse_shard(number: int, record: dict[str, Any]) -> Shard:
+    shard = Shard(**record)
+    # The name decides what is read and replaced: it must not lead out of the folder.
+    if shard.file != shard_name(number) or not isinstance(shard.sha256, str) or not isinstance(shard.num_rows, int):
+        raise ValueError(f"shard {number} is not described rightly")
+    return shard

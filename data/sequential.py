@@ -1,0 +1,263 @@
+"""The textbook procedure, one prompt and one block at a time: what the branches are checked against and compared with.
+
+Block after block, the whole block is iterated until y(j+1) = y(j); its fixed point joins the prefix of the next one
+(CLLM, Kou et al. 2024, arXiv 2403.00835, algorithm 1). No y* is known beforehand and no row is spared. One
+iteration is one forward pass at batch 1, in one of two ways:
+
+- :class:`CachedPredictor`, on the engine's runner: the prefix's K/V stands in pages, the prompt is read together with
+  the first state, and every pass rewrites the block's own slots, so that the last one leaves them right;
+- :class:`UncachedPredictor`, on the model itself: prompt, prefix and block are read again in every pass, as public
+  collectors do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from jacobi_llm.configs.errors import UsageError
+from jacobi_llm.configs.schema import FillPolicy
+from jacobi_llm.data.branches import initial_state
+from jacobi_llm.data.record import Block
+from jacobi_llm.infer.engine import LLMEngine
+from jacobi_llm.infer.row_group import RowGroup
+from jacobi_llm.infer.rule import first_wrong
+from jacobi_llm.infer.sampler import RowKey, choose
+
+
+class Predictor(Protocol):
+    """Predicts a block, one completion at a time.
+
+    Attributes:
+        num_passes, num_rows: passes run and rows forwarded since construction.
+    """
+
+    num_passes: int
+    num_rows: int
+
+    def start(self, prompt_ids: Sequence[int], num_tokens: int) -> None:
+        """Begin a completion of at most ``num_tokens`` tokens."""
+
+    def predict(self, prefix_ids: Sequence[int], state: Sequence[int]) -> list[int]:
+        """The next state: for every i, the greedy token after ``prefix_ids`` and ``state[:i]``.
+
+        ``prefix_ids`` (prompt and finished blocks) only grows between calls.
+        """
+
+    def finish(self) -> None:
+        """End the completion and free what it held."""
+
+
+class CachedPredictor:
+    """Batch 1 on the engine's runner and pages; the engine must be idle meanwhile."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.num_passes = 0
+        self.num_rows = 0
+        self._engine = engine
+        self._block_table: list[int] = []
+        self._num_computed = 0
+
+    def start(self, prompt_ids: Sequence[int], num_tokens: int) -> None:
+        """Take the pages.
+
+        Raises:
+            UsageError: they do not fit the pool.
+        """
+        self.finish()
+        if not self._engine.pool.grow(self._block_table, len(prompt_ids) + num_tokens):
+            raise UsageError(
+                f"{len(prompt_ids)} prompt + {num_tokens} completion tokens do not fit the free K/V pages; "
+                "raise engine.kv_memory_mib"
+            )
+
+    def predict(self, prefix_ids: Sequence[int], state: Sequence[int]) -> list[int]:
+        """One pass over what has no K/V yet; K/V is valid below the last token of ``prefix_ids`` afterwards."""
+        token_ids = [*prefix_ids[self._num_computed :], *state[:-1]]
+        group = RowGroup(self._block_table, self._num_computed, token_ids, num_logit_rows=len(state))
+        logits = self._engine.runner.forward([group])
+        self._num_computed = len(prefix_ids) - 1
+        self.num_passes += 1
+        self.num_rows += group.num_rows
+        return choose(logits, [RowKey(0, 0, 0)] * len(state))
+
+    def finish(self) -> None:
+        """Give the pages back."""
+        self._engine.pool.release(self._block_table)
+        self._num_computed = 0
+
+
+class UncachedPredictor:
+    """Batch 1 on the plain model, with transformers' own attention and no cache."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.num_passes = 0
+        self.num_rows = 0
+        self._model = model
+
+    def start(self, prompt_ids: Sequence[int], num_tokens: int) -> None:
+        """Nothing to prepare."""
+
+    @torch.inference_mode()
+    def predict(self, prefix_ids: Sequence[int], state: Sequence[int]) -> list[int]:
+        """One pass over everything."""
+        token_ids = [*prefix_ids, *state[:-1]]
+        input_ids = torch.tensor([token_ids], device=self._model.device)
+        logits = self._model(input_ids=input_ids, use_cache=False, logits_to_keep=len(state)).logits[0]
+        self.num_passes += 1
+        self.num_rows += len(token_ids)
+        return choose(logits, [RowKey(0, 0, 0)] * len(state))
+
+    def finish(self) -> None:
+        """Nothing to free."""
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """What the states depend on, beside prompt, model and source index.
+
+    Attributes:
+        window: block size n (tokens).
+        max_tokens: longest completion (tokens); with the prompt it must fit the model's context.
+        init: initial guesses.
+        seed: of the initial guesses.
+        stop_token_ids: every id that ends a completion.
+    """
+
+    window: int
+    max_tokens: int
+    init: FillPolicy
+    seed: int
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class SequentialResult:
+    """A completion by the textbook procedure; ``num_unconverged`` counts blocks that hit the bound of n + 1."""
+
+    completion_ids: list[int]
+    blocks: list[Block]
+    num_unconverged: int
+
+
+def run_sequential(
+    predictor: Predictor,
+    prompt_ids: Sequence[int],
+    source_index: int,
+    settings: BlockSettings,
+    given_ids: Sequence[int] | None = None,
+) -> SequentialResult:
+    """Iterate the blocks of one completion, one after the other.
+
+    Args:
+        predictor: runs the passes.
+        prompt_ids: at least one token.
+        source_index: key of the initial guesses.
+        settings: see :class:`BlockSettings`.
+        given_ids: y* when it is given: the prefix of every block is then cut from it. None lets the fixed points be y*.
+    """
+    completion: list[int] = []
+    blocks: list[Block] = []
+    num_unconverged = 0
+    num_tokens = settings.max_tokens if given_ids is None else len(given_ids)
+    predictor.start(prompt_ids, num_tokens)
+    try:
+        while len(completion) < num_tokens:
+            start = len(completion)
+            length = min(settings.window, num_tokens - start)
+            key = (settings.seed, source_index)
+            state = initial_state(settings.init, prompt_ids, completion, start, length, key)
+            states, is_converged = _iterate(predictor, [*prompt_ids, *completion], state)
+            num_unconverged += not is_converged
+            if given_ids is None:
+                states = _cut(states, _length_to_stop(states[-1], settings.stop_token_ids))
+                target = states[-1]
+            else:
+                target = list(given_ids[start : start + length])
+            fixed_point = states.pop()
+            blocks.append(Block(start, states, None if fixed_point == target else fixed_point))
+            completion += target
+            if given_ids is None and completion[-1] in settings.stop_token_ids:
+                break
+    finally:
+        predictor.finish()
+    return SequentialResult(completion, blocks, num_unconverged)
+
+
+def _iterate(predictor: Predictor, prefix_ids: Sequence[int], state: list[int]) -> tuple[list[list[int]], bool]:
+    """States from y(0) to the last one, and whether that one repeated itself."""
+    states = [state]
+    for _ in range(len(state) + 1):
+        following = predictor.predict(prefix_ids, states[-1])
+        if following == states[-1]:
+            return states, True
+        states.append(following)
+    return states, False
+
+
+def _length_to_stop(state: Sequence[int], stop_token_ids: frozenset[int]) -> int:
+    return next((i + 1 for i, token_id in enumerate(state) if token_id in stop_token_ids), len(state))
+
+
+def _cut(states: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+    """States cut to ``length`` tokens; those that only repeat the last one are dropped."""
+    cut = [list(state[:length]) for state in states]
+    while len(cut) > 1 and cut[-2] == cut[-1]:
+        cut.pop()
+    return cut
+
+
+@dataclass(frozen=True)
+class StateDifference:
+    """Where two runs of one block part.
+
+    Attributes:
+        start: of the block (tokens).
+        iteration: index j of the first state that differs; the fixed point counts as the last.
+        position: index in the block of the first token that differs.
+        gap: distance of the two largest logits there; infinite when one run only ended earlier.
+    """
+
+    start: int
+    iteration: int
+    position: int
+    gap: float
+
+
+def first_state_difference(
+    model: PreTrainedModel, prefix_ids: Sequence[int], stored: Block, rerun: Block, target: Sequence[int]
+) -> StateDifference | None:
+    """Return where the states of one block differ, with the logit gap there; None when they are the same.
+
+    Args:
+        model: judges the gap, on transformers' own attention.
+        prefix_ids: prompt and finished blocks before this one.
+        stored, rerun: the block by two procedures, with one y*.
+        target: y*'s tokens of the block.
+    """
+    mine = [*stored.states, list(target) if stored.fixed_point is None else stored.fixed_point]
+    other = [*rerun.states, list(target) if rerun.fixed_point is None else rerun.fixed_point]
+    for iteration, (a, b) in enumerate(zip(mine, other, strict=False)):
+        if len(a) != len(b):
+            return StateDifference(stored.start, iteration, min(len(a), len(b)), float("inf"))
+        position = first_wrong(a, b)
+        if position < len(a):
+            known = [*prefix_ids, *mine[iteration - 1][:position]]
+            gap = top_two_gap(model, known) if iteration else float("inf")
+            return StateDifference(stored.start, iteration, position, gap)
+    if len(mine) != len(other):
+        return StateDifference(stored.start, min(len(mine), len(other)), 0, float("inf"))
+    return None
+
+
+@torch.inference_mode()
+def top_two_gap(model: PreTrainedModel, token_ids: Sequence[int]) -> float:
+    """Distance of the two largest logits after ``token_ids``."""
+    input_ids = torch.tensor([list(token_ids)], device=model.device)
+    logits = model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
+    best, second = logits.topk(2).values.tolist()
+    return float(best - second)
