@@ -202,6 +202,10 @@ class EvalConfig(Section):
     fill: FillPolicy = Field(FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses")
     max_tokens: int = Field(128, ge=1, description="longest completion (tokens)")
     batch_size: int = Field(8, ge=1, description="requests decoded together")
+    repeats: int = Field(1, ge=1, description="jacobi-train eval: paired repeats; medians are reported")
+    output: str | None = Field(
+        None, description="jacobi-train eval: folder for evaluation.json, evaluation.png and answer.html; null writes none"
+    )
     seed: int = Field(0, ge=0, description="seed of the prompt draw")
 
 

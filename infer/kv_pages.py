@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
@@ -84,19 +86,34 @@ class KVCache:
     def write(self, layer_idx: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store rows. ``slots`` [R] int64; ``key`` and ``value`` [R, num_kv_heads, head_dim]."""
         if layer_idx not in self.keys:
-            self.keys[layer_idx] = key.new_zeros((self.num_slots, *key.shape[1:]), dtype=self.dtype)
-            self.values[layer_idx] = value.new_zeros((self.num_slots, *value.shape[1:]), dtype=self.dtype)
+            self.keys[layer_idx] = _lazy_zeros((self.num_slots, *key.shape[1:]), self.dtype, self.device)
+            self.values[layer_idx] = _lazy_zeros((self.num_slots, *value.shape[1:]), self.dtype, self.device)
         self.keys[layer_idx].index_copy_(0, slots, key.to(self.dtype))
         self.values[layer_idx].index_copy_(0, slots, value.to(self.dtype))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU their memory is taken page by page when it is written, so that a large pool costs nothing idle."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch fills zeros by hand, which touches the whole pool.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """K/V bytes of one token over all layers."""
     text = config.get_text_config()
-    num_heads = text.num_attention_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    return int(2 * text.num_hidden_layers * num_kv_heads * head_dim * dtype.itemsize)
+    # Families whose layers differ (gemma4) refuse to answer for all layers at once.
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    return sum(map(_num_kv_values, layers)) * dtype.itemsize
+
+
+def _num_kv_values(layer: PretrainedConfig) -> int:
+    """Numbers that one layer stores per token."""
+    num_kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    return int(2 * num_kv_heads * head_dim)
 
 
 def num_pages_for(config: PretrainedConfig, dtype: torch.dtype, page_size: int, memory_bytes: int) -> int:
@@ -108,7 +125,5 @@ def num_pages_for(config: PretrainedConfig, dtype: torch.dtype, page_size: int, 
     page_bytes = bytes_per_token(config, dtype) * page_size
     num_pages = memory_bytes // page_bytes
     if num_pages < 1:
-        raise UsageError(
-            f"engine.kv_memory_mib: {memory_bytes >> 20} MiB hold no page of {page_bytes} bytes; raise engine.kv_memory_mib"
-        )
+        raise UsageError(f"engine.kv_memory_mib: {memory_bytes >> 20} MiB hold no page of {page_bytes} bytes; raise it")
     return num_pages

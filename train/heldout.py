@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -54,6 +54,10 @@ class HeldOut:
             raise UsageError(f"eval.input: {config.input} has no prompts in its {config.split.value} part")
         rendered = (tuple(render_prompt(prompt, loaded.tokenizer, config.format)) for prompt in source.prompts)
         return cls(tuple(source.prompts), tuple(rendered), config, loaded.eos_token_ids)
+
+    def first(self, num_prompts: int) -> HeldOut:
+        """The same evaluation over the first prompts only (a warm-up)."""
+        return replace(self, prompts=self.prompts[:num_prompts], prompt_ids=self.prompt_ids[:num_prompts])
 
     def decode(self, engine: LLMEngine, *, window: int, batch_size: int | None = None) -> Measurement:
         """Decode every prompt greedily at ``window``; ``batch_size`` requests at a time, the config's by default."""
