@@ -5,7 +5,8 @@ our pages and attends per request. The metadata of the running pass travels in a
 drop unknown keyword arguments.
 
 Shape suffixes: R rows of the pass, H query heads, K key/value heads, G query heads per key/value head, D head size,
-S requests of a bucket, Q padded rows, L padded key slots, P padded own rows.
+E head size of the values where it differs, S requests of a bucket, Q padded rows, L padded key slots, P padded own
+rows, X = G * Q.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _IGNORED_KWARGS = frozenset(
         "use_cache",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "return_dict",
     }
 )
@@ -215,20 +217,24 @@ def _build_bucket(
 
 
 @dataclass(frozen=True)
-class _RunningPass:
+class RunningPass:
+    """What the attention layers of the running pass share; ``layers_seen`` are those that attended so far."""
+
     layout: PassLayout
     cache: KVCache
+    layers_seen: set[int] = field(default_factory=set)
 
 
-_running_pass: ContextVar[_RunningPass | None] = ContextVar("running_pass", default=None)
+_running_pass: ContextVar[RunningPass | None] = ContextVar("running_pass", default=None)
 
 
 @contextmanager
-def running_pass(layout: PassLayout, cache: KVCache) -> Iterator[None]:
+def running_pass(layout: PassLayout, cache: KVCache) -> Iterator[RunningPass]:
     """Make ``layout`` and ``cache`` known to the attention layers of a model called inside the block."""
-    token = _running_pass.set(_RunningPass(layout, cache))
+    running = RunningPass(layout, cache)
+    token = _running_pass.set(running)
     try:
-        yield
+        yield running
     finally:
         _running_pass.reset(token)
 
@@ -250,14 +256,14 @@ def paged_attention(
 
     Args:
         module: attention layer; ``module.layer_idx`` names its pages.
-        query: [1, H, R, D]; key, value: [1, K, R, D].
+        query: [1, H, R, D]; key: [1, K, R, D]; value: [1, K, R, E].
         attention_mask: unused, visibility comes from the running pass.
         scaling: factor of the scores, 1/sqrt(D) when None.
         sliding_window: W, in tokens.
         softcap: scores become softcap * tanh(scores / softcap).
 
     Returns:
-        [1, R, H, D] in the dtype of ``query``, and None for the weights.
+        [1, R, H, E] in the dtype of ``query``, and None for the weights.
 
     Raises:
         UsageError: the layer asks for something this backend does not compute.
@@ -268,14 +274,20 @@ def paged_attention(
         raise RuntimeError("paged attention was called outside a pass of the engine")
     layout, cache = running.layout, running.cache
     layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+    if layer_idx in running.layers_seen:
+        raise UsageError(
+            f"layer {layer_idx} of {type(module).__name__} attends more than once in a pass, and each time would need "
+            "K/V pages of its own; this model is not supported"
+        )
+    running.layers_seen.add(layer_idx)
     query_RHD, key_RKD, value_RKD = (x[0].transpose(0, 1) for x in (query, key, value))
     if layout.write_rows is None:
         cache.write(layer_idx, layout.write_slots, key_RKD, value_RKD)
     else:
         cache.write(layer_idx, layout.write_slots, key_RKD[layout.write_rows], value_RKD[layout.write_rows])
-    out_RHD = torch.empty_like(query_RHD)
+    out_RHE = query_RHD.new_empty(*query_RHD.shape[:2], value_RKD.shape[-1])
     for bucket in layout.buckets:
-        out_SQHD = _attend(
+        out_SQHE = _attend(
             bucket,
             query_RHD,
             (key_RKD, value_RKD),
@@ -284,8 +296,8 @@ def paged_attention(
             sliding_window,
             softcap,
         )
-        out_RHD[bucket.rows_SQ[bucket.is_row_SQ]] = out_SQHD[bucket.is_row_SQ]
-    return out_RHD[None], None
+        out_RHE[bucket.rows_SQ[bucket.is_row_SQ]] = out_SQHE[bucket.is_row_SQ]
+    return out_RHE[None], None
 
 
 def _attend(
@@ -302,7 +314,7 @@ def _attend(
     num_heads, head_dim = query_RHD.shape[1:]
     num_kv_heads = own_kv[0].shape[1]
     num_groups = num_heads // num_kv_heads
-    query_SKED = (
+    query_SKXD = (
         query_RHD[bucket.rows_SQ]
         .view(num_requests, num_rows, num_kv_heads, num_groups, head_dim)
         .permute(0, 2, 3, 1, 4)
@@ -314,19 +326,19 @@ def _attend(
         if bucket.own_SP.shape[1]:
             stored = torch.cat((stored, own_RKD[bucket.own_SP].to(stored.dtype)), dim=1)
         keys_values.append(stored.transpose(1, 2))
-    mask = bucket.mask(sliding_window, num_groups, query_SKED.dtype)
+    mask = bucket.mask(sliding_window, num_groups, query_SKXD.dtype)
     key, value = keys_values
     if softcap is None:
-        out = F.scaled_dot_product_attention(query_SKED, key, value, attn_mask=mask, scale=scaling)
+        out = F.scaled_dot_product_attention(query_SKXD, key, value, attn_mask=mask, scale=scaling)
     else:
         scale = head_dim**-0.5 if scaling is None else scaling
-        scores = (query_SKED @ key.transpose(-1, -2)).to(torch.promote_types(query_SKED.dtype, torch.float32)) * scale
+        scores = (query_SKXD @ key.transpose(-1, -2)).to(torch.promote_types(query_SKXD.dtype, torch.float32)) * scale
         scores = softcap * torch.tanh(scores / softcap) + mask
         out = torch.softmax(scores, dim=-1).to(value.dtype) @ value
     return (
-        out.view(num_requests, num_kv_heads, num_groups, num_rows, head_dim)
+        out.view(num_requests, num_kv_heads, num_groups, num_rows, value.shape[-1])
         .permute(0, 3, 1, 2, 4)
-        .reshape(num_requests, num_rows, num_heads, head_dim)
+        .reshape(num_requests, num_rows, num_heads, value.shape[-1])
     )
 
 
@@ -336,8 +348,8 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any], is_causal: bool |
         unknown.append("is_causal=False")
     if unknown:
         raise UsageError(
-            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which the sdpa backend does not compute; "
-            "this model is not supported"
+            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which the sdpa backend does not "
+            "compute; this model is not supported"
         )
 
 

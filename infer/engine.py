@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
@@ -75,8 +76,8 @@ class LLMEngine:
         num_pages = self.pool.pages_for(prompt_len + max_tokens - 1)
         if num_pages > self.pool.num_pages:
             raise UsageError(
-                f"request {request.id}: {prompt_len} prompt + {max_tokens} completion tokens need {num_pages} K/V pages, "
-                f"the pool has {self.pool.num_pages}; raise engine.kv_memory_mib or lower max_tokens"
+                f"request {request.id}: {prompt_len} prompt + {max_tokens} completion tokens need {num_pages} K/V pages"
+                f", the pool has {self.pool.num_pages}; raise engine.kv_memory_mib or lower max_tokens"
             )
         request = replace(request, params=replace(request.params, max_tokens=max_tokens))
         self._sequences[request.id] = Sequence(request, arrived_s=time.perf_counter())

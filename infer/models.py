@@ -92,6 +92,8 @@ _LAYER_REASONS = {
     "chunked_attention": "its chunked attention has a visibility rule that the attention backends do not have",
     "indexed_attention": _SPARSE,
 }
+# These narrow their mask to the sliding window but do not name it to the attention function, which would see every key.
+_MASK_ONLY_WINDOW = frozenset({"phimoe", "qwen2_moe"})
 # These pick their frequencies from the longest position in a pass, so rows of other requests would change a row.
 _REFUSED_ROPE = frozenset({"dynamic", "longrope"})
 
@@ -101,7 +103,7 @@ class LoadedModel:
     """A model ready to decode.
 
     Attributes:
-        model: weights in eval mode, on their device, attention ``sdpa`` (the engine installs its own backend).
+        model: weights in eval mode, on their device, transformers' own attention (the engine installs its own backend).
         tokenizer: the tokenizer of the same checkpoint.
         name: the name as it was asked for.
         path: the folder or hub id that was read.
@@ -260,6 +262,9 @@ def _refusal(config: PretrainedConfig) -> str | None:
         return _MLA
     if getattr(text, "alibi", False):
         return _ALIBI
+    sliding_window = getattr(text, "sliding_window", None)
+    if text.model_type in _MASK_ONLY_WINDOW and sliding_window and sliding_window < max_context(text):
+        return f"it does not name its sliding window of {sliding_window} tokens to the attention backends"
     refused_rope = sorted(_rope_types(text) & _REFUSED_ROPE)
     if refused_rope:
         return f"its rope scaling '{refused_rope[0]}' depends on the longest request in the batch"
@@ -374,7 +379,6 @@ def _read_weights(name: str, path: str, dtype: Dtype, local_only: bool, trust_re
                 path,
                 dtype=getattr(torch, dtype.value),
                 use_safetensors=True,
-                attn_implementation="sdpa",
                 local_files_only=local_only,
                 trust_remote_code=trust_remote_code,
             )

@@ -102,7 +102,7 @@ class Scheduler:
         return _Shape(num_committed, num_guesses, is_whole=True)
 
     def _grow(self, sequence: Sequence, shape: _Shape) -> bool:
-        """Give ``sequence`` the pages of its next rows, preempting later arrivals; False when it was preempted itself."""
+        """Give ``sequence`` the pages of its next rows, preempting later arrivals; False when it was itself."""
         while not self.pool.grow(sequence.block_table, sequence.num_computed + shape.num_rows):
             victim = self.running[-1]
             self._preempt(victim)

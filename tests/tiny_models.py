@@ -63,6 +63,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "smollm3": {"no_rope_layers": [1, 0]},
     "glm4": {"head_dim": 8},
+    "gemma4_text": {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_hidden_layers": 3,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 1,
+    },
+    # the grouped matrix product of experts has no float64 kernel
+    "mixtral": {"num_local_experts": 4, "sliding_window": 8, "experts_implementation": "eager"},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    | {"experts_implementation": "eager"},
 }
 _NOT_TAKEN: dict[str, tuple[str, ...]] = {
     "gpt2": (
@@ -96,7 +110,7 @@ def tiny_model(
     config = AutoConfig.for_model(family, **{**settings, **FAMILIES[family], **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         # Families draw some of their weights with a spread of their own, and set norms and biases to constants.
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -105,7 +119,7 @@ def tiny_model(
                 torch.nn.init.normal_(parameter, std=0.1)
     model.generation_config.eos_token_id = list(EOS_TOKEN_IDS)
     assert isinstance(model, PreTrainedModel)
-    model.to(dtype=dtype)  # type: ignore[arg-type]
+    model.to(dtype=dtype)
     return model.eval()
 
 
@@ -116,7 +130,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=IM_END,
         pad_token=END_OF_TEXT,

@@ -284,6 +284,19 @@ def test_layout_of_a_small_pass() -> None:
     assert layout.logit_rows.tolist() == [1, 2, 5]
 
 
+def test_layers_that_store_values_of_another_size() -> None:
+    """Keys of 4 numbers and values of 6, as some families have them."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, 5, 4, dtype=torch.float64, generator=generator) for heads in (4, 2))
+    value = torch.randn(1, 2, 5, 6, dtype=torch.float64, generator=generator)
+    layout = PassLayout.build([RowGroup([1, 0], 0, [1] * 5)], 4, CPU)
+    for softcap in (None, 1e9):
+        with running_pass(layout, KVCache(2, 4, torch.float64, CPU)):
+            out, _ = paged_attention(Layer(), query, key, value, attention_mask=None, softcap=softcap)
+        expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
 @pytest.mark.parametrize("kwargs", [{"s_aux": torch.zeros(4)}, {"position_bias": 1}, {"is_causal": False}])
 def test_unknown_demands_are_refused_by_name(kwargs: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"Layer asks its attention for {next(iter(kwargs))}"):
