@@ -34,11 +34,8 @@ from jacobi_llm.infer.prompt import Prompt, render_prompt
 from jacobi_llm.infer.request import DecodeParams, Request, RequestOutput
 from jacobi_llm.infer.rule import FinishReason
 
-# Settings that the content of a set depends on.
-RESUME_KEYS = frozenset(
-    ("model", "dtype", "input", "split", "format", "limit", "target_source", "window", "max_tokens")
-    + ("max_prompt_tokens", "init", "decode_window", "wave_size", "shard_size", "seed")
-)
+# Settings that change nothing in the content of a set: it may be moved, and bad lines are told by the prompts' hash.
+_FREE_SETTINGS = frozenset(("output", "on_bad_input"))
 _NOT_FINITE = "logits are not finite"
 
 
@@ -323,7 +320,7 @@ def given_completion_ids(prompt: Prompt, loaded: LoadedModel, max_tokens: int) -
 
 def collection_settings(config: CollectConfig, loaded: LoadedModel, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Everything the set's content depends on; two runs may share a folder only when these are equal."""
-    settings = {key: value for key, value in config.model_dump(mode="json").items() if key in RESUME_KEYS}
+    settings = config.model_dump(mode="json", exclude=set(_FREE_SETTINGS))
     template = loaded.tokenizer.chat_template
     return {
         **settings,

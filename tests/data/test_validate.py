@@ -1,0 +1,212 @@
+"""Every kind of planted fault is found, and none where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jacobi_llm.configs.cli import Options
+from jacobi_llm.configs.errors import RunError
+from jacobi_llm.configs.schema import Recipe, TargetSource
+from jacobi_llm.data import validate
+from jacobi_llm.data.record import Block, Trajectory
+from jacobi_llm.data.store import Manifest, read_shard
+from jacobi_llm.infer.models import LoadedModel
+from tests.data.trajectories import contents, make_collector, make_prompts, replace_shard, write_set
+
+LoadedFactory = Callable[..., LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_loaded: LoadedFactory) -> LoadedModel:
+    return tiny_loaded("llama", torch.float64)
+
+
+@pytest.fixture(scope="module", params=list(TargetSource))
+def good(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    prompts = make_prompts(5, with_completions=True)
+    write_set(make_collector(loaded, prompts, target_source=request.param), folder)
+    return folder
+
+
+@pytest.fixture
+def copy(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "copy"))
+
+
+def faults_of(folder: Path, rerun: int = 0) -> list[str]:
+    before = contents(folder)
+    recipe = Recipe.model_validate({"stats": {"path": str(folder), "rerun": rerun}, "engine": {"kv_memory_mib": 8}})
+    try:
+        assert validate.run(recipe, Options()) == 0
+        faults = []
+    except RunError as error:
+        faults = error.faults
+    assert contents(folder) == before
+    return faults
+
+
+def change_row(folder: Path, change: Callable[[Trajectory], Trajectory]) -> None:
+    rows = read_shard(folder, Manifest.read(folder).shards[0])
+    replace_shard(folder, 0, [change(rows[0]), *rows[1:]])
+
+
+def change_block(folder: Path, change: Callable[[Block], Block]) -> None:
+    change_row(folder, lambda row: replace(row, blocks=[change(row.blocks[0]), *row.blocks[1:]]))
+
+
+@pytest.fixture
+def with_model(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "load_model", lambda *_, **__: loaded)
+
+
+@pytest.mark.usefixtures("with_model")
+def test_a_good_set_has_no_fault(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert faults_of(good, rerun=99) == []
+    out = capsys.readouterr().out
+    assert "rerun: 5 trajectories" in out
+    assert "0 blocks differ" in out
+    assert out.endswith("ok\n")
+
+
+def swap_states(block: Block) -> Block:
+    states = list(block.states)
+    states[3], states[4] = states[4], states[3]
+    return replace(block, states=states)
+
+
+def test_swapped_states_are_out_of_time_order(copy: Path) -> None:
+    change_block(copy, swap_states)
+    [fault] = faults_of(copy)
+    assert "block 0" in fault
+    assert "not in time order" in fault
+
+
+def test_swapped_states_show_in_bfloat16_too(copy: Path) -> None:
+    manifest = Manifest.read(copy)
+    if manifest.settings["target_source"] == "given":
+        pytest.skip("with given completions in bfloat16, only the rerun can tell")
+    manifest.settings["dtype"] = "bfloat16"
+    manifest.write(copy)
+    change_block(copy, swap_states)
+    [fault] = faults_of(copy)
+    assert "not in time order" in fault
+
+
+@pytest.mark.usefixtures("with_model")
+def test_a_wrong_fixed_point_shows_in_the_rerun(copy: Path) -> None:
+    def change(block: Block) -> Block:
+        end = block.fixed_point or list(range(3, 11))
+        return replace(block, fixed_point=[*end[:7], 12])
+
+    change_block(copy, change)
+    is_given = Manifest.read(copy).settings["target_source"] == "given"
+    assert bool(faults_of(copy)) == (not is_given)  # nothing but the model can tell where y* was given
+    if is_given:
+        [fault] = faults_of(copy, rerun=5)
+        assert "rerun: trajectory p0, block at 0" in fault
+
+
+@pytest.mark.usefixtures("with_model")
+def test_a_changed_state_shows_in_the_rerun(copy: Path) -> None:
+    def change(block: Block) -> Block:
+        states = [list(state) for state in block.states]
+        states[1][-1] = 100 if states[1][-1] != 100 else 101
+        return replace(block, states=states)
+
+    change_block(copy, change)
+    assert faults_of(copy) == []
+    [fault] = faults_of(copy, rerun=5)
+    assert "state 1 differs at token 7" in fault
+
+
+def test_tokens_after_eos(copy: Path) -> None:
+    manifest = Manifest.read(copy)
+    [row] = read_shard(copy, manifest.shards[0])[:1]
+    manifest.settings["eos_token_ids"] = [row.completion_ids[4]]
+    manifest.write(copy)
+    assert any("trajectory p0: tokens after the end-of-sequence token at" in fault for fault in faults_of(copy))
+
+
+def test_a_finish_reason_that_the_tokens_deny(copy: Path) -> None:
+    change_row(copy, lambda row: replace(row, finish_reason="stop" if row.finish_reason == "length" else "length"))
+    [fault] = faults_of(copy)
+    assert "finish reason" in fault
+
+
+def test_a_prompt_twice_and_a_prompt_lost(copy: Path) -> None:
+    rows = read_shard(copy, Manifest.read(copy).shards[0])
+    replace_shard(copy, 0, [*rows[:2], rows[0]])
+    [fault] = faults_of(copy)
+    assert "source index 0: 2 times" in fault
+    replace_shard(copy, 0, rows[:2])
+    [fault] = faults_of(copy)
+    assert "2 trajectories + 0 skipped prompts, collect.shard_size is 3" in fault
+
+
+def test_all_faults_are_listed_at_once(copy: Path) -> None:
+    change_block(copy, swap_states)
+    change_row(copy, lambda row: replace(row, window=7))
+    path = copy / "shard-00001.parquet"
+    path.write_bytes(path.read_bytes()[:-1])
+    faults = faults_of(copy)
+    assert any("shard-00001.parquet: damaged" in fault for fault in faults)
+    assert any("trajectory p0" in fault for fault in faults)
+
+
+def test_a_missing_shard_and_an_incomplete_set(copy: Path) -> None:
+    (copy / "shard-00001.parquet").unlink()
+    [fault] = faults_of(copy)
+    assert "cannot be read" in fault
+    manifest = Manifest.read(copy)
+    del manifest.shards[1]
+    manifest.write(copy)
+    [fault] = faults_of(copy)
+    assert "1 of 2 shards" in fault
+
+
+def test_a_rerun_with_other_weights_is_refused(
+    copy: Path, tiny_loaded: LoadedFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tiny_loaded("llama", torch.float64, seed=1)
+    monkeypatch.setattr(validate, "load_model", lambda *_, **__: other)
+    [fault] = faults_of(copy, rerun=1)
+    assert "weights" in fault
+
+
+def test_a_rerun_without_the_model_keeps_the_other_faults(copy: Path) -> None:
+    manifest = Manifest.read(copy)
+    manifest.settings["model"] = str(copy / "nowhere")
+    manifest.write(copy)
+    change_block(copy, swap_states)
+    faults = faults_of(copy, rerun=1)
+    assert len(faults) == 2
+    assert faults[1].startswith("rerun: model")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_near_tie_is_counted_not_a_fault(
+    copy: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = Manifest.read(copy)
+    manifest.settings["dtype"] = dtype
+    manifest.write(copy)
+
+    def change(block: Block) -> Block:
+        states = [list(state) for state in block.states]
+        states[1][-1] = 100 if states[1][-1] != 100 else 101
+        return replace(block, states=states)
+
+    change_block(copy, change)
+    monkeypatch.setattr(validate, "load_model", lambda *_, **__: loaded)
+    gap: dict[str, Any] = {"float32": 1e-6, "bfloat16": 0.5}
+    monkeypatch.setattr("jacobi_llm.data.sequential.top_two_gap", lambda *_: gap[dtype])
+    assert faults_of(copy, rerun=5) == []
+    assert "1 blocks differ, 1 of them by rounding" in capsys.readouterr().out
