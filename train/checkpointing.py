@@ -1,7 +1,8 @@
 """Training checkpoints: complete or absent.
 
-DeepSpeed writes its files into ``checkpoints/step-N``; the completeness mark, with every file's size and sha256, is
-written last and by rename. Resuming takes the newest folder whose mark is there and true, and says what it passed over.
+DeepSpeed writes its files into ``checkpoints/step-N``; the mark ``complete.json`` is written last and by rename. It
+holds the size and sha256 of every file, and what a run must have in common with this one to go on from here. Resuming
+takes the newest folder whose mark is there and true, and says what it passed over.
 """
 
 from __future__ import annotations
@@ -10,94 +11,121 @@ import hashlib
 import json
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from jacobi_llm.configs.errors import RunError, UsageError
+from jacobi_llm.configs.errors import JacobiError, RunError, UsageError
 from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.train.data_order import Ranks
 
+FOLDER = "checkpoints"
 MARK = "complete.json"
+# What gloo says in the ranks that wait for one that has ended.
+PEER_ENDED = "closed by peer"
+
+
+class RankError(RunError):
+    """A failure that may have befallen this rank alone, which must therefore tell."""
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """Where a run goes on.
+class Checkpoint:
+    """What a mark says.
 
     Attributes:
         step: updates done.
-        path: the checkpoint.
-        client_state: what :func:`save` was given.
+        num_tokens_trained: completion tokens trained on so far.
+        world_size: ranks that saved it.
+        settings: what the weights depend on, by name; a run goes on only with the same.
+        files: name -> bytes and sha256.
+        path: the folder.
     """
 
     step: int
-    path: Path
-    client_state: dict[str, Any]
+    num_tokens_trained: int
+    world_size: int
+    settings: dict[str, Any]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    path: Path = Path()
 
 
-def save(engine: Any, run_folder: Path, step: int, client_state: dict[str, Any], ranks: Ranks, keep: int) -> None:
-    """Write the checkpoint of ``step`` updates and drop the oldest beyond ``keep``; called by every rank.
+def save(engine: Any, run_folder: Path, state: Checkpoint, ranks: Ranks, keep: int) -> None:
+    """Write the checkpoint ``state`` and drop the oldest beyond ``keep``; called by every rank.
+
+    Weights that are not trained are left out: they are read from the model again.
 
     Raises:
-        RunError: the disk is full or the folder cannot be written.
+        RankError: the disk is full or the folder cannot be written.
     """
-    folder = run_folder / "checkpoints"
-    tag = f"step-{step:06d}"
-    if ranks.rank == 0:
-        _make_room(folder / tag)
-    dist.barrier()
-    state = {**client_state, "step": step, "world_size": ranks.world_size, "torch_rng": torch.get_rng_state()}
+    folder = run_folder / FOLDER
+    target = _path_of(folder, state.step)
     try:
-        engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
-    except (OSError, RuntimeError) as error:
-        raise RunError(f"{folder / tag}: checkpoint not written ({error}); earlier ones are kept") from error
-    dist.barrier()
-    if ranks.rank == 0:
-        files = sorted(path for path in (folder / tag).rglob("*") if path.is_file() and path.name != MARK)
-        mark = {
-            str(path.relative_to(folder / tag)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for path in files
-        }
-        write_atomically(folder / tag / MARK, json.dumps(mark, indent=1).encode())
-        for old in _checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+        if ranks.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove(target)
+        dist.barrier()
+        engine.save_checkpoint(str(folder), tag=target.name, save_latest=False, exclude_frozen_parameters=True)
+        if ranks.rank == 0:
+            _write_mark(target, state)
+            _prune(folder, state.step, keep)
+    except (OSError, RuntimeError, RunError) as error:
+        if PEER_ENDED in str(error):
+            raise
+        raise RankError(f"{target}: checkpoint not written ({error}); earlier ones are kept") from error
     dist.barrier()
 
 
-def resume(engine: Any, run_folder: Path, mode: str, ranks: Ranks) -> Resumed | None:
-    """Load the checkpoint that ``train.resume`` asks for.
+def find(
+    run_folder: Path, mode: str, settings: dict[str, Any], ranks: Ranks, *, verbose: bool = True
+) -> Checkpoint | None:
+    """The checkpoint that ``train.resume`` asks for, or None to start anew. Every rank calls this, rank 0 looks.
 
     Args:
-        engine: DeepSpeed engine.
         run_folder: the run's output folder.
         mode: auto, never, or a checkpoint folder.
+        settings: of this run, as in :class:`Checkpoint`.
         ranks: this process among all.
+        verbose: name on standard error what is passed over.
 
     Raises:
-        UsageError: the named checkpoint is incomplete or of another world size, or ``never`` meets existing ones.
+        UsageError: the named checkpoint is incomplete, the one found was saved with other settings or by another
+            number of ranks, or ``never`` meets existing ones.
     """
-    path = find(run_folder, mode, verbose=ranks.rank == 0)
-    if path is None:
-        return None
-    loaded, client_state = engine.load_checkpoint(str(path.parent), tag=path.name)
+    outcome: list[Checkpoint | JacobiError | None] = [None]
+    if ranks.rank == 0:
+        try:
+            outcome = [_find(run_folder, mode, verbose)]
+            if isinstance(outcome[0], Checkpoint):
+                _check_same(outcome[0], settings, ranks)
+        except JacobiError as error:
+            outcome = [error]
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(outcome)
+    if isinstance(outcome[0], JacobiError):
+        raise outcome[0]
+    return outcome[0]
+
+
+def load(engine: Any, checkpoint: Checkpoint) -> None:
+    """Put weights and optimizer back as they were.
+
+    Raises:
+        RunError: DeepSpeed cannot read its own files.
+    """
+    path = checkpoint.path
+    try:
+        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=False)
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        raise RunError(f"{path}: DeepSpeed could not load this checkpoint ({error})") from error
     if loaded is None:
         raise RunError(f"{path}: DeepSpeed could not load this checkpoint")
-    if client_state["world_size"] != ranks.world_size:
-        raise UsageError(
-            f"{path}: saved by {client_state['world_size']} ranks, this run has {ranks.world_size}; "
-            "start it with as many, or choose another train.output"
-        )
-    torch.set_rng_state(client_state["torch_rng"])
-    return Resumed(int(client_state["step"]), path, client_state)
 
 
-def find(run_folder: Path, mode: str, *, verbose: bool = True) -> Path | None:
-    """The checkpoint to resume from, or None to start anew."""
-    found = _all_checkpoints(run_folder / "checkpoints")
+def _find(run_folder: Path, mode: str, verbose: bool) -> Checkpoint | None:
+    found = _all(run_folder / FOLDER)
     if mode == "never":
         if found:
             raise UsageError(
@@ -105,31 +133,45 @@ def find(run_folder: Path, mode: str, *, verbose: bool = True) -> Path | None:
             )
         return None
     if mode != "auto":
-        path = Path(mode)
-        fault = _fault(path)
-        if fault:
-            raise UsageError(f"train.resume: {path}: {fault}")
-        return path
+        checkpoint = _read(Path(mode))
+        if isinstance(checkpoint, str):
+            raise UsageError(f"train.resume: {mode}: {checkpoint}")
+        return checkpoint
     for path in reversed(found):
-        fault = _fault(path)
-        if fault is None:
-            return path
+        checkpoint = _read(path)
+        if isinstance(checkpoint, Checkpoint):
+            return checkpoint
         if verbose:
-            print(f"warning: {path}: {fault}; trying the one before", file=sys.stderr)
+            print(f"warning: {path}: {checkpoint}; passed over", file=sys.stderr, flush=True)
     return None
 
 
-def _fault(path: Path) -> str | None:
-    """Why a checkpoint folder must not be loaded; None when every file is what the mark says."""
+def _check_same(checkpoint: Checkpoint, settings: dict[str, Any], ranks: Ranks) -> None:
+    faults = [
+        f"{name}: {checkpoint.settings.get(name)} there, {settings.get(name)} now"
+        for name in settings | checkpoint.settings
+        if checkpoint.settings.get(name) != settings.get(name)
+    ]
+    if checkpoint.world_size != ranks.world_size:
+        faults.append(f"ranks: {checkpoint.world_size} there, {ranks.world_size} now")
+    if faults:
+        raise UsageError(
+            f"{checkpoint.path}: saved by a run that differs ({'; '.join(faults)}); go on with the same settings, or "
+            "choose another train.output"
+        )
+
+
+def _read(path: Path) -> Checkpoint | str:
+    """Read the mark and compare every file with it; a string says why the folder must not be loaded."""
     if not path.is_dir():
         return "no such checkpoint folder"
     try:
-        mark = json.loads((path / MARK).read_bytes())
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in mark.items()}
+        checkpoint = Checkpoint(**json.loads((path / MARK).read_bytes()), path=path)
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in checkpoint.files.items()}
     except FileNotFoundError:
-        return "incomplete (the save did not finish)"
+        return f"incomplete, no {MARK} (the save did not finish)"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "its completeness mark is damaged"
+        return f"{MARK} is damaged"
     for name, (size, digest) in files.items():
         file = path / name
         if not file.is_file():
@@ -138,22 +180,45 @@ def _fault(path: Path) -> str | None:
             return f"{name} has {file.stat().st_size} bytes, {size} were written"
         if _sha256(file) != digest:
             return f"{name} was changed (sha256 differs)"
-    return None
+    return checkpoint
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in _all_checkpoints(folder) if (path / MARK).is_file()]
+def _write_mark(target: Path, state: Checkpoint) -> None:
+    files = sorted(path for path in target.rglob("*") if path.is_file())
+    content = asdict(state)
+    del content["path"]
+    content["files"] = {
+        str(path.relative_to(target)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files
+    }
+    write_atomically(target / MARK, json.dumps(content, indent=1) + "\n")
 
 
-def _all_checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Of the checkpoints up to ``step``, leave the newest ``keep`` complete ones."""
+    past = [path for path in _all(folder) if _order(path) <= _order(_path_of(folder, step))]
+    kept = [path for path in past if (path / MARK).is_file()][-keep:]
+    for path in past:
+        if path not in kept:
+            _remove(path)
 
 
-def _make_room(target: Path) -> None:
-    """Remove what an earlier, killed save left under the same name."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        shutil.rmtree(target)
+def _remove(path: Path) -> None:
+    # The mark goes first, so that a folder half removed is not taken for a damaged one.
+    (path / MARK).unlink(missing_ok=True)
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted((path for path in folder.glob("step-*") if path.is_dir()), key=_order)
+
+
+def _path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def _order(path: Path) -> tuple[int, str]:
+    return len(path.name), path.name
 
 
 def _sha256(path: Path) -> str:

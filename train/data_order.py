@@ -42,21 +42,14 @@ class DataOrder:
         pad_token_id: int,
     ) -> None:
         if not trajectories:
-            raise UsageError(f"train.data: {train.data} holds no trajectories")
-        per_pass = train.micro_batch_size * ranks.world_size
-        if train.global_batch_size % per_pass:
-            raise UsageError(
-                f"train.global_batch_size: {train.global_batch_size} is not a multiple of micro_batch_size x ranks = "
-                f"{train.micro_batch_size} x {ranks.world_size}; choose a multiple of {per_pass}"
-            )
+            raise UsageError(f"train.data: {train.data} holds no trajectory that can be trained on")
         self.trajectories = trajectories
         self.train = train
         self.objective = objective
         self.ranks = ranks
         self.eos_token_ids = eos_token_ids
         self.pad_token_id = pad_token_id
-        self.num_micro_batches = train.global_batch_size // per_pass
-        self.num_steps = train.max_steps or math.ceil(train.epochs * len(trajectories) / train.global_batch_size)
+        self.num_steps = num_updates(train, len(trajectories))
 
     def sample_indices(self, step: int) -> list[int]:
         """Indices into the trajectories of the whole global batch of update ``step``."""
@@ -78,7 +71,7 @@ class DataOrder:
         rng = random.Random(f"{self.train.seed}/{number}")
         return build_sample(
             trajectory,
-            choose_noise(trajectory, self.objective, rng),
+            choose_noise(trajectory, self.objective, rng, self.train.max_length),
             include_last_row=self.objective.include_last_row,
             eos_token_ids=self.eos_token_ids,
             max_length=self.train.max_length,
@@ -87,6 +80,49 @@ class DataOrder:
     def _index_of(self, number: int) -> int:
         size = len(self.trajectories)
         return _permutation(size, self.train.seed, number // size)[number % size]
+
+
+def num_micro_batches(train: TrainConfig, ranks: Ranks) -> int:
+    """Forward passes of one rank per update.
+
+    Raises:
+        UsageError: the global batch cannot be split evenly.
+    """
+    per_pass = train.micro_batch_size * ranks.world_size
+    if train.global_batch_size % per_pass:
+        raise UsageError(
+            f"train.global_batch_size: {train.global_batch_size} is not a multiple of micro_batch_size x ranks = "
+            f"{train.micro_batch_size} x {ranks.world_size}; choose a multiple of {per_pass}"
+        )
+    return train.global_batch_size // per_pass
+
+
+def num_updates(train: TrainConfig, num_trajectories: int) -> int:
+    """Updates of a run."""
+    return train.max_steps or math.ceil(train.epochs * num_trajectories / train.global_batch_size)
+
+
+def split_usable(
+    trajectories: Sequence[Trajectory], max_length: int, max_context: int
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Part what can be trained on from what cannot.
+
+    Args:
+        trajectories: all.
+        max_length: rows of a packed sample.
+        max_context: positions that the model can read.
+
+    Returns:
+        Those of which at least prompt, first block and its noisy state fit; and the others.
+    """
+
+    def is_usable(trajectory: Trajectory) -> bool:
+        prompt_len, first_len = len(trajectory.prompt_ids), min(trajectory.window, len(trajectory.completion_ids))
+        fits_model = prompt_len + len(trajectory.completion_ids) <= max_context
+        return prompt_len > 0 and first_len > 0 and fits_model and prompt_len + 2 * first_len <= max_length
+
+    usable = [trajectory for trajectory in trajectories if is_usable(trajectory)]
+    return usable, [trajectory for trajectory in trajectories if not is_usable(trajectory)]
 
 
 @lru_cache(maxsize=4)

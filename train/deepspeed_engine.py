@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
+import io
 import json
 import logging
+import math
 import os
 import socket
+import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +21,17 @@ import torch.distributed as dist
 from torch import nn
 
 from jacobi_llm.configs.errors import UsageError
-from jacobi_llm.configs.schema import Dtype, LoraConfig, TrainConfig, Tune
+from jacobi_llm.configs.fields import suggestion
+from jacobi_llm.configs.schema import Dtype, LoraConfig, LrSchedule, TrainConfig, Tune
 from jacobi_llm.infer.models import LoadedModel, load_model, resolve_model
-from jacobi_llm.train.data_order import Ranks
+from jacobi_llm.train.data_order import Ranks, num_micro_batches
 
 OWNED_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer")
 OWNED_KEYS += ("scheduler", "bf16", "fp16", "gradient_clipping")
+# Settings of other shapes of run, which this trainer does not make: they would be heeded in part, or not at all.
+KNOWN_KEYS = ("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio")
+KNOWN_KEYS += ("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown")
+KNOWN_KEYS += ("comms_logger", "flops_profiler", "memory_breakdown", "seq_parallel_communication_data_type")
 
 
 @dataclass
@@ -51,8 +61,12 @@ def init_distributed() -> Ranks:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed calls collectives by names that this torch calls old.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not dist.is_initialized():
-        deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+        # The op that it may compile here is reported on standard output, where our JSON goes.
+        with contextlib.redirect_stdout(sys.stderr if os.environ["RANK"] == "0" else io.StringIO()):
+            deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return Ranks(dist.get_rank(), dist.get_world_size())
@@ -62,26 +76,41 @@ def deepspeed_config(train: TrainConfig, ranks: Ranks) -> dict[str, Any]:
     """The shipped or given JSON, completed by what the schema owns (batch sizes, precision, clipping).
 
     Raises:
-        UsageError: unknown name or file, broken JSON, or a key that belongs to the schema.
+        UsageError: unknown name or file, broken JSON, a key that belongs to the schema, an unknown key or a bad value.
     """
-    config = _read_json(train.deepspeed)
-    owned = sorted(set(config) & set(OWNED_KEYS))
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    given = _read_json(train.deepspeed)
+    owned = sorted(set(given) & set(OWNED_KEYS))
     if owned:
         raise UsageError(
-            f"{train.deepspeed}: {', '.join(owned)} come from the train section; remove them from the JSON"
+            f"train.deepspeed: {train.deepspeed}: {', '.join(owned)} come from the train section; remove them from it"
         )
-    return {
-        **config,
+    unknown = [f"{key}{suggestion(key, KNOWN_KEYS)}" for key in sorted(set(given) - set(KNOWN_KEYS))]
+    if unknown:
+        raise UsageError(f"train.deepspeed: {train.deepspeed}: unknown or unsupported: {', '.join(unknown)}")
+    config = {
+        **given,
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
-        "gradient_accumulation_steps": train.global_batch_size // (train.micro_batch_size * ranks.world_size),
+        "gradient_accumulation_steps": num_micro_batches(train, ranks),
         "gradient_clipping": train.max_grad_norm,
         "bf16": {"enabled": train.dtype is Dtype.BFLOAT16},
         "steps_per_print": 10**9,
     }
+    try:
+        DeepSpeedConfig(config)
+    except Exception as error:  # pydantic's, DeepSpeed's own, and whatever a value of the wrong type causes
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UsageError(f"train.deepspeed: {train.deepspeed}: {': '.join(lines[:3])}") from error
+    return config
 
 
-def build(train: TrainConfig, lora: LoraConfig, ranks: Ranks) -> TrainingModel:
+def build(train: TrainConfig, lora: LoraConfig, config: dict[str, Any]) -> TrainingModel:
     """Load the model under its ZeRO stage and wrap it.
+
+    Args:
+        train, lora: settings.
+        config: from :func:`deepspeed_config`.
 
     Raises:
         UsageError: settings that exclude each other.
@@ -93,13 +122,14 @@ def build(train: TrainConfig, lora: LoraConfig, ranks: Ranks) -> TrainingModel:
         raise UsageError("train.dtype: float64 is for tests of the engine; train in bfloat16 or float32")
     if train.num_threads:
         torch.set_num_threads(train.num_threads)
-    config = deepspeed_config(train, ranks)
     stage = int(config.get("zero_optimization", {}).get("stage", 0))
     resolve_model(train.model)
     # Alive until the weights are loaded, so that transformers partitions them under ZeRO-3 while it reads them.
     partitioning = HfDeepSpeedConfig(config) if stage == 3 else None
-    loaded = load_model(train.model, dtype=train.dtype, device="cpu" if not torch.cuda.is_available() else "cuda")
+    loaded = load_model(train.model, dtype=train.dtype, device="cuda" if torch.cuda.is_available() else "cpu")
     _check_trainable(loaded)
+    # Eager attention would add our boolean mask to the scores.
+    loaded.model.set_attn_implementation("sdpa")
     module: nn.Module = loaded.model
     if train.tune is Tune.LORA:
         module = _with_lora(loaded, lora, train.seed)
@@ -111,22 +141,40 @@ def build(train: TrainConfig, lora: LoraConfig, ranks: Ranks) -> TrainingModel:
         model=module, model_parameters=parameters, optimizer=_optimizer(train, parameters, config), config=config
     )
     del partitioning
+    _forget_step_of_zeros(engine)
     return TrainingModel(engine, module, loaded, stage)
+
+
+def optimizer_step(engine: Any) -> float:
+    """Clip, update the weights, clear the gradients.
+
+    Returns:
+        Global norm of the gradients before clipping; not finite, or negative, when one was not finite.
+    """
+    # Without ZeRO in float32 DeepSpeed tells no norm, but leaves the averaged gradients at hand until it steps.
+    if hasattr(engine.optimizer, "_global_grad_norm"):
+        engine.step()
+        return float(engine.get_global_grad_norm())
+    gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+    norm = float(nn.utils.get_total_norm(gradients))
+    engine.step()
+    return norm
 
 
 def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
     """Rate of update ``step`` (counted from 0): linear warm-up, then cosine to 0 or constant."""
-    import math
-
-    from jacobi_llm.configs.schema import LrSchedule
-
-    num_warmup = math.ceil(train.warmup_ratio * num_steps)
+    num_warmup = num_warmup_steps(train, num_steps)
     if step < num_warmup:
         return train.lr * (step + 1) / num_warmup
     if train.lr_schedule is LrSchedule.CONSTANT:
         return train.lr
     progress = (step - num_warmup) / max(num_steps - num_warmup, 1)
     return train.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def num_warmup_steps(train: TrainConfig, num_steps: int) -> int:
+    """Updates before the peak rate."""
+    return math.ceil(train.warmup_ratio * num_steps)
 
 
 def _optimizer(train: TrainConfig, parameters: list[nn.Parameter], config: dict[str, Any]) -> torch.optim.Optimizer:
@@ -139,6 +187,17 @@ def _optimizer(train: TrainConfig, parameters: list[nn.Parameter], config: dict[
         )
         return optimizer
     return torch.optim.AdamW(parameters, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, fused=True)
+
+
+def _forget_step_of_zeros(engine: Any) -> None:
+    """Without ZeRO in bfloat16 DeepSpeed allocates Adam's state by a step on zero gradients, and Adam counts that step.
+
+    Its bias correction would then make the first updates too small; ZeRO 1 to 3 do not have this.
+    """
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        engine.optimizer.optimizer.state.clear()
 
 
 def _with_lora(loaded: LoadedModel, lora: LoraConfig, seed: int) -> nn.Module:

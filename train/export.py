@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from jacobi_llm.configs.checkpoint import CheckpointMode, JacobiCheckpointConfig, save_checkpoint_config
+from jacobi_llm.configs.checkpoint import (
+    JacobiCheckpointConfig,
+    load_checkpoint_config,
+    save_checkpoint_config,
+)
 from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.schema import Recipe, Tune
 from jacobi_llm.infer.model_folder import save_model_folder
 from jacobi_llm.infer.models import LoadedModel, load_model
+from jacobi_llm.infer.quiet import quiet_libraries
 from jacobi_llm.train.data_order import Ranks
 from jacobi_llm.train.deepspeed_engine import TrainingModel
 
@@ -25,14 +31,7 @@ FINAL = "final"
 ADAPTER = "adapter"
 
 
-def export_final(
-    recipe: Recipe,
-    training: TrainingModel,
-    ranks: Ranks,
-    evaluation: dict[str, Any],
-    data_sha256: str,
-    num_tokens_trained: int,
-) -> Path:
+def export_final(recipe: Recipe, training: TrainingModel, ranks: Ranks, about: JacobiCheckpointConfig) -> Path:
     """Write ``final/`` (and ``adapter/`` with LoRA) into the run folder; called by every rank.
 
     ZeRO-3 shards are gathered parameter by parameter. Rank 0 writes, then loads what it wrote and compares every
@@ -42,20 +41,10 @@ def export_final(
         RunError: the folder cannot be written, or does not load as it was saved.
     """
     folder = Path(recipe.train.output)
-    weights = gather_weights(training)
+    weights = gather_weights(training, ranks)
     if ranks.rank == 0:
-        about = JacobiCheckpointConfig(
-            mode=CheckpointMode.MERGED,
-            window=recipe.eval.window,
-            fill=recipe.eval.fill,
-            acceptance_by_depth=evaluation["acceptance_by_depth"],
-            objective=recipe.objective.name,
-            data_sha256=data_sha256,
-            base_model=recipe.train.model,
-            tokens_trained=num_tokens_trained,
-        )
         if recipe.train.tune is Tune.LORA:
-            _write_adapter(folder / ADAPTER, training, weights, recipe.train.model, about)
+            _write_adapter(folder / ADAPTER, training, weights, about)
             merge(recipe, about)
         else:
             _write_model(folder / FINAL, training.loaded, training.loaded.model, weights, about)
@@ -63,8 +52,8 @@ def export_final(
     return folder / FINAL
 
 
-def gather_weights(training: TrainingModel) -> dict[str, torch.Tensor]:
-    """Whole trainable weights by name, on the CPU; tied names once each, as ``state_dict`` lists them."""
+def gather_weights(training: TrainingModel, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Whole trained weights by name on rank 0's CPU, tied ones once; other ranks take part and get nothing."""
     import deepspeed
 
     weights: dict[str, torch.Tensor] = {}
@@ -72,7 +61,8 @@ def gather_weights(training: TrainingModel) -> dict[str, torch.Tensor]:
         if not parameter.requires_grad:
             continue
         with deepspeed.zero.GatheredParameters([parameter], enabled=training.zero_stage == 3):
-            weights[name] = parameter.detach().cpu().clone()
+            if ranks.rank == 0:
+                weights[name] = parameter.detach().cpu().clone()
     return weights
 
 
@@ -89,8 +79,6 @@ def merge(recipe: Recipe, about: JacobiCheckpointConfig) -> Path:
 
 def run(recipe: Recipe, options: Options) -> int:
     """jacobi-train merge: write ``final/`` anew from ``adapter/``."""
-    from jacobi_llm.configs.checkpoint import load_checkpoint_config
-
     adapter = Path(recipe.train.output) / ADAPTER
     about = load_checkpoint_config(adapter) if adapter.is_dir() else None
     if about is None:
@@ -102,7 +90,7 @@ def run(recipe: Recipe, options: Options) -> int:
 
 
 def _write_adapter(
-    target: Path, training: TrainingModel, weights: dict[str, torch.Tensor], base: str, about: JacobiCheckpointConfig
+    target: Path, training: TrainingModel, weights: dict[str, torch.Tensor], about: JacobiCheckpointConfig
 ) -> None:
     from peft import PeftModel
 
@@ -110,8 +98,11 @@ def _write_adapter(
     if not isinstance(module, PeftModel):
         raise AssertionError("a LoRA run trains a peft model")
     with _replaced(target) as temporary:
-        module.peft_config["default"].base_model_name_or_path = base
-        module.save_pretrained(str(temporary), state_dict=weights, safe_serialization=True)
+        base = about.base_model
+        # A path of this machine means nothing elsewhere; a name or hub id does.
+        module.peft_config["default"].base_model_name_or_path = Path(base).name if Path(base).is_dir() else base
+        with quiet_libraries():
+            module.save_pretrained(str(temporary), state_dict=weights, safe_serialization=True)
         # peft writes a model card full of placeholders.
         (temporary / "README.md").unlink(missing_ok=True)
         save_checkpoint_config(about, temporary)
@@ -139,9 +130,10 @@ def _check_loads(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     Raises:
         RunError: naming the first tensor that is missing, unexpected, or differs.
     """
-    model, info = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype="auto", output_loading_info=True, use_safetensors=True, local_files_only=True
-    )
+    with quiet_libraries():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype="auto", output_loading_info=True, use_safetensors=True, local_files_only=True
+        )
     stray = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if stray:
         raise RunError(f"{folder}: saved, but loading misses or does not know {', '.join(stray[:5])}")
@@ -150,22 +142,21 @@ def _check_loads(folder: Path, weights: dict[str, torch.Tensor]) -> None:
             raise RunError(f"{folder}: tensor {name} is not what was saved")
 
 
-class _replaced:
-    """Write into a folder beside ``target`` and put it in its place when all went well."""
+@contextmanager
+def _replaced(target: Path) -> Iterator[Path]:
+    """Write into a folder beside ``target``, which takes its place when all went well.
 
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.temporary = target.with_name(f".{target.name}.tmp")
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self.temporary, ignore_errors=True)
-        self.temporary.mkdir(parents=True)
-        return self.temporary
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            shutil.rmtree(self.target, ignore_errors=True)
-            self.temporary.replace(self.target)
-        else:
-            print(f"{self.target}: not written", file=sys.stderr)
-            shutil.rmtree(self.temporary, ignore_errors=True)
+    Raises:
+        RunError: the disk is full or the folder cannot be written; ``target`` is what it was.
+    """
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.replace(target)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{target}: not written ({error}); run the same command again") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

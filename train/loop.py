@@ -2,15 +2,23 @@
 
 One update: forward and backward of this rank's micro-batches, every term a mean over its own tokens of the global
 batch, then one optimizer step. There is one backward per micro-batch, whatever the objective.
+
+A run can be ended at any moment; the same command goes on from the newest complete checkpoint, and in float32 with one
+thread the losses are those of an unbroken run, bit for bit. ``metrics.jsonl`` holds every step once.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import random
 import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -19,20 +27,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from jacobi_llm.configs.checkpoint import CheckpointMode, JacobiCheckpointConfig, load_checkpoint_config
 from jacobi_llm.configs.cli import Options
-from jacobi_llm.configs.errors import RunError
+from jacobi_llm.configs.errors import JacobiError, RunError, UsageError
+from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.configs.loader import save_resolved
-from jacobi_llm.configs.schema import Recipe
+from jacobi_llm.configs.schema import LrSchedule, Recipe, Tune
+from jacobi_llm.data.collector import tokenizer_sha256
+from jacobi_llm.data.record import Trajectory
 from jacobi_llm.data.store import Manifest, read_trajectories
 from jacobi_llm.infer.engine import LLMEngine
+from jacobi_llm.infer.models import LoadedModel
 from jacobi_llm.train import checkpointing
-from jacobi_llm.train.data_order import DataOrder, Ranks
-from jacobi_llm.train.deepspeed_engine import TrainingModel, build, init_distributed, learning_rate
-from jacobi_llm.train.export import export_final
+from jacobi_llm.train.batch import Batch
+from jacobi_llm.train.checkpointing import Checkpoint, RankError
+from jacobi_llm.train.data_order import DataOrder, Ranks, num_updates, split_usable
+from jacobi_llm.train.deepspeed_engine import (
+    TrainingModel,
+    build,
+    deepspeed_config,
+    init_distributed,
+    learning_rate,
+    num_warmup_steps,
+    optimizer_step,
+)
+from jacobi_llm.train.export import FINAL, export_final
 from jacobi_llm.train.forward import loss_sums
 from jacobi_llm.train.heldout import HeldOut, acceptance_by_depth, repetition
 
 EXIT_BY_SIGNAL = {signal.SIGINT: 130, signal.SIGTERM: 143}
+METRICS = "metrics.jsonl"
+# They change memory, speed or what is printed, and the numbers at most by rounding.
+FREE_SETTINGS = ("output", "resume", "deepspeed", "epochs", "max_steps", "warmup_ratio", "micro_batch_size")
+FREE_SETTINGS += ("gradient_checkpointing", "log_every_steps", "save_every_steps", "keep_checkpoints")
+FREE_SETTINGS += ("eval_every_steps", "num_threads", "data")
 
 
 @dataclass(frozen=True)
@@ -40,8 +68,11 @@ class StepReport:
     """One update, as logged.
 
     Attributes:
+        step: updates done, this one included.
+        loss: weighted sum of the two below.
         ar_loss: mean of -log p(y*) over the global batch (nats).
         consistency_loss: mean KL over the student rows (nats).
+        grad_norm: global norm of the gradient before clipping.
         num_rows, num_tokens: packed rows and supervised completion tokens of the global batch.
     """
 
@@ -49,6 +80,7 @@ class StepReport:
     loss: float
     ar_loss: float
     consistency_loss: float
+    grad_norm: float
     num_rows: int
     num_tokens: int
 
@@ -58,20 +90,42 @@ def run(recipe: Recipe, options: Options) -> int:
     if options.dry_run:
         print(_plan(recipe), file=sys.stderr)
         return 0
-    manifest = Manifest.read(Path(recipe.train.data))
-    trajectories = list(read_trajectories(Path(recipe.train.data)))
+    try:
+        return _train(recipe, options)
+    except RankError:
+        raise
+    except JacobiError as error:
+        # Every rank meets the same fault: the first one tells.
+        if os.environ.get("RANK", "0") != "0":
+            return error.exit_code
+        raise
+    except RuntimeError as error:
+        if checkpointing.PEER_ENDED not in str(error):
+            raise
+        raise RunError("train: another rank has ended; see its message") from error
+
+
+def _train(recipe: Recipe, options: Options) -> int:
+    data = Path(recipe.train.data)
+    manifest = Manifest.read(data)
+    trajectories = list(read_trajectories(data))
     ranks = init_distributed()
-    training = build(recipe.train, recipe.lora, ranks)
+    config = deepspeed_config(recipe.train, ranks)
+    training = build(recipe.train, recipe.lora, config)
+    check_tokenizer(recipe, training.loaded, manifest)
+    usable, unusable = split_usable(trajectories, recipe.train.max_length, training.loaded.max_context)
     pad_token_id = training.loaded.tokenizer.pad_token_id
     order = DataOrder(
-        trajectories,
+        usable,
         recipe.train,
         recipe.objective,
         ranks,
         eos_token_ids=training.loaded.eos_token_ids,
         pad_token_id=0 if pad_token_id is None else int(pad_token_id),
     )
-    return Trainer(recipe, training, order, ranks, manifest.data_sha256, is_json=options.json).run()
+    trainer = Trainer(recipe, training, order, ranks, manifest, is_json=options.json)
+    trainer.say_skipped(unusable)
+    return trainer.run()
 
 
 class Trainer:
@@ -83,7 +137,7 @@ class Trainer:
         training: TrainingModel,
         order: DataOrder,
         ranks: Ranks,
-        data_sha256: str,
+        manifest: Manifest,
         *,
         is_json: bool = False,
     ) -> None:
@@ -91,91 +145,71 @@ class Trainer:
         self.training = training
         self.order = order
         self.ranks = ranks
-        self.data_sha256 = data_sha256
+        self.manifest = manifest
         self.is_json = is_json
         self.folder = Path(recipe.train.output)
         self.num_tokens_trained = 0
-        self._received: int | None = None
+        self._settings = run_settings(recipe, manifest.data_sha256, training.zero_stage, order.num_steps)
+        self._received: signal.Signals | None = None
         self._saved_step = -1
 
     def run(self) -> int:
         """Run to the end; returns the exit code (130 or 143 when a signal ended it, after a save)."""
+        first = self._resume()
+        if first == self.order.num_steps and self._is_exported():
+            self._say(f"{self.folder / FINAL}: this run is finished ({first} updates); nothing to do")
+            self._print_result(self._evaluated(first))
+            return 0
         config = self.recipe.train
-        if self.ranks.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_resolved(self.recipe, self.folder)
-        resumed = checkpointing.resume(self.training.engine, self.folder, config.resume, self.ranks)
-        first = 0
-        if resumed:
-            first = self._saved_step = resumed.step
-            self.num_tokens_trained = int(resumed.client_state["num_tokens_trained"])
-            self._say(f"resumed {resumed.path} at step {first} of {self.order.num_steps}")
-            self._cut_metrics(first)
-        handlers = {number: signal.signal(number, self._on_signal) for number in EXIT_BY_SIGNAL}
-        try:
-            if first == 0 and config.eval_every_steps:
-                self.evaluate(0)
+        with self._signals_kept():
             for step in range(first, self.order.num_steps):
+                if config.eval_every_steps and step % config.eval_every_steps == 0:
+                    self._evaluated(step)
                 self._update_and_log(step)
-                if self._must_stop():
+                received = self._signal_of_any_rank()
+                if received or (step + 1) % config.save_every_steps == 0 or step + 1 == self.order.num_steps:
                     self._save(step + 1)
-                    self._say(f"stopped by a signal; saved at step {step + 1}, run the same command to go on")
-                    return EXIT_BY_SIGNAL[signal.Signals(self._received or signal.SIGTERM)]
-                if (step + 1) % config.save_every_steps == 0:
-                    self._save(step + 1)
-                if config.eval_every_steps and (step + 1) % config.eval_every_steps == 0:
-                    self.evaluate(step + 1)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        self._finish()
+                if received:
+                    self._say(f"{received.name}: saved at step {step + 1}; run the same command to go on")
+                    return EXIT_BY_SIGNAL[received]
+        record = self._evaluated(self.order.num_steps)
+        final = export_final(self.recipe, self.training, self.ranks, self._about(record))
+        self._say(f"{final}: loads with transformers; jacobi-infer generate --model {final}")
+        self._print_result(record)
         return 0
 
     def update(self, step: int) -> StepReport:
         """One update of the weights.
 
         Raises:
-            RunError: the loss is not finite; the weights are as they were before.
+            RunError: the loss or the gradient is not finite.
         """
         engine = self.training.engine
         engine.train()
-        batches = self.order.micro_batches(step)
-        counts = self._sum_over_ranks(
-            [
-                sum(batch.num_ar_tokens for batch in batches),
-                sum(batch.num_consistency_tokens for batch in batches),
-                sum(batch.num_rows for batch in batches),
-            ]
-        )
-        num_ar, num_consistency = max(counts[0], 1.0), max(counts[1], 1.0)
-        objective = self.recipe.objective
-        # DeepSpeed averages over micro-batches and ranks; the sums below are already means over the global batch.
-        undo_mean = len(batches) * self.ranks.world_size
-        sums = [0.0, 0.0]
+        # For dropout; a function of the step, so that resuming needs no state of a generator.
+        torch.manual_seed(random.Random(f"{self.recipe.train.seed}/{step}/{self.ranks.rank}").getrandbits(63))
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe.train, step, self.order.num_steps)
-        for number, batch in enumerate(batches):
-            losses = loss_sums(engine, self.training.loaded.model, batch, engine.device)
-            loss = objective.ar_weight * losses.ar / num_ar
-            if objective.consistency_weight:
-                loss = loss + objective.consistency_weight * losses.consistency / num_consistency
-            engine.backward(loss * undo_mean)
-            sums[0] += float(losses.ar.detach())
-            sums[1] += float(losses.consistency.detach())
-            if number + 1 == len(batches):
-                sums = self._sum_over_ranks(sums)
-                self._check_finite(step, sums)
-            engine.step()
-        ar, consistency = sums[0] / num_ar, sums[1] / num_consistency
-        self.num_tokens_trained += int(counts[0])
-        total = objective.ar_weight * ar + objective.consistency_weight * consistency
-        return StepReport(step + 1, total, ar, consistency, int(counts[2]), int(counts[0]))
+        batches = self.order.micro_batches(step)
+        num_ar, num_consistency, num_rows = self._counts(batches)
+        ar_sum, consistency_sum = self._backward(batches, num_ar, num_consistency)
+        ar, consistency = ar_sum / max(num_ar, 1), consistency_sum / max(num_consistency, 1)
+        if not math.isfinite(ar + consistency):
+            raise self._not_finite(step, f"loss (ar {ar}, consistency {consistency})")
+        norm = optimizer_step(engine)
+        if not math.isfinite(norm) or norm < 0:
+            raise self._not_finite(step, "gradient")
+        self.num_tokens_trained += num_ar
+        objective = self.recipe.objective
+        loss = objective.ar_weight * ar + objective.consistency_weight * consistency
+        return StepReport(step + 1, loss, ar, consistency, norm, num_rows, num_ar)
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Decode the held-out prompts at the configured window; every rank takes part (ZeRO-3 gathers in lockstep)."""
         config = self.recipe.eval
         heldout = HeldOut.read(config, self.training.loaded)
-        engine = self._decoder()
+        model = self.training.loaded.model.eval()
+        engine = LLMEngine(replace(self.training.loaded, model=model), self.recipe.engine)
         measured = heldout.decode(engine, window=config.window)
         record = {
             "kind": "eval",
@@ -195,9 +229,63 @@ class Trainer:
         )
         return record
 
-    def _decoder(self) -> LLMEngine:
-        model = self.training.loaded.model.eval()
-        return LLMEngine(replace(self.training.loaded, model=model), self.recipe.engine)
+    def say_skipped(self, unusable: list[Trajectory]) -> None:
+        """Tell which trajectories are not trained on."""
+        if unusable:
+            self._say(
+                f"warning: {len(unusable)} of {len(unusable) + len(self.order.trajectories)} trajectories skipped: "
+                f"longer than the model's context, or the prompt leaves no room for a block in train.max_length = "
+                f"{self.recipe.train.max_length} (first: {unusable[0].id})"
+            )
+
+    def _resume(self) -> int:
+        """Load the checkpoint that is asked for; returns the number of updates done."""
+        found = checkpointing.find(self.folder, self.recipe.train.resume, self._settings, self.ranks)
+        if found is None and (self.folder / FINAL).exists():
+            raise UsageError(
+                f"train.output: {self.folder} holds a trained model and no checkpoint to go on from; choose another "
+                "folder or delete it"
+            )
+        if self.ranks.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_resolved(self.recipe, self.folder)
+            self._cut_metrics(found.step if found else 0)
+        if found is None:
+            return 0
+        checkpointing.load(self.training.engine, found)
+        self._saved_step = found.step
+        self.num_tokens_trained = found.num_tokens_trained
+        self._say(f"resumed {found.path} at step {found.step} of {self.order.num_steps}")
+        return found.step
+
+    def _counts(self, batches: list[Batch]) -> tuple[int, int, int]:
+        """AR tokens, consistency tokens and rows of the global batch."""
+        counts = self._sum_over_ranks(
+            [
+                sum(batch.num_ar_tokens for batch in batches),
+                sum(batch.num_consistency_tokens for batch in batches),
+                sum(batch.num_rows for batch in batches),
+            ]
+        )
+        return int(counts[0]), int(counts[1]), int(counts[2])
+
+    def _backward(self, batches: list[Batch], num_ar: int, num_consistency: int) -> tuple[float, float]:
+        """Accumulate the gradient of this update; returns the loss sums of the global batch."""
+        engine, objective = self.training.engine, self.recipe.objective
+        # DeepSpeed averages over micro-batches and ranks; the sums below are already means over the global batch.
+        undo_mean = len(batches) * self.ranks.world_size
+        sums = [0.0, 0.0]
+        for number, batch in enumerate(batches):
+            if number:
+                engine.step()  # counts the micro-batch; weights change at the last one only
+            losses = loss_sums(engine, self.training.loaded.model, batch, engine.device)
+            loss = objective.ar_weight * losses.ar / max(num_ar, 1)
+            loss = loss + objective.consistency_weight * losses.consistency / max(num_consistency, 1)
+            engine.backward(loss * undo_mean)
+            sums[0] += float(losses.ar.detach())
+            sums[1] += float(losses.consistency.detach())
+        ar_sum, consistency_sum = self._sum_over_ranks(sums)
+        return ar_sum, consistency_sum
 
     def _update_and_log(self, step: int) -> None:
         started_s = time.perf_counter()
@@ -205,50 +293,65 @@ class Trainer:
         elapsed_s = time.perf_counter() - started_s
         if report.step % self.recipe.train.log_every_steps and report.step != self.order.num_steps:
             return
-        left = self.order.num_steps - report.step
-        grad_norm = self.training.engine.get_global_grad_norm()
         record = {
             "kind": "train",
             **asdict(report),
             "lr": learning_rate(self.recipe.train, step, self.order.num_steps),
-            "grad_norm": None if grad_norm is None else float(grad_norm),
             "rows_per_s": report.num_rows / elapsed_s,
-            "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-            "eta_s": left * elapsed_s,
+            "memory_mib": _memory_mib(),
+            "eta_s": (self.order.num_steps - report.step) * elapsed_s,
         }
         self._log(record)
         self._say(
             f"step {report.step}/{self.order.num_steps} loss {report.loss:.4f} ar {report.ar_loss:.4f} "
-            f"consistency {report.consistency_loss:.4f} lr {record['lr']:.2e} {record['rows_per_s']:.0f} rows/s "
-            f"{record['memory_mib']} MiB, {record['eta_s']:.0f} s left"
+            f"consistency {report.consistency_loss:.4f} grad norm {report.grad_norm:.3f} lr {record['lr']:.2e} "
+            f"{record['rows_per_s']:.0f} rows/s {record['memory_mib']} MiB, {record['eta_s']:.0f} s left"
         )
 
-    def _finish(self) -> None:
-        record = self.evaluate(self.order.num_steps)
-        if self._saved_step != self.order.num_steps:
-            self._save(self.order.num_steps)
-        final = export_final(self.recipe, self.training, self.ranks, record, self.data_sha256, self.num_tokens_trained)
-        self._say(f"{final}: loads with transformers; jacobi-infer generate --model {final}")
+    def _evaluated(self, step: int) -> dict[str, Any]:
+        """The held-out record of ``step``, from the log when it is there."""
+        logged: list[dict[str, Any] | None] = [None]
+        if self.ranks.rank == 0:
+            records = [record for record in self._read_metrics() if record["kind"] == "eval" and record["step"] == step]
+            logged = [records[-1] if records else None]
+        if self.ranks.world_size > 1:
+            dist.broadcast_object_list(logged)
+        return logged[0] or self.evaluate(step)
+
+    def _about(self, evaluation: dict[str, Any]) -> JacobiCheckpointConfig:
+        return JacobiCheckpointConfig(
+            mode=CheckpointMode.MERGED,
+            window=self.manifest.settings.get("window", self.recipe.eval.window),
+            fill=self.recipe.eval.fill,
+            acceptance_by_depth=evaluation["acceptance_by_depth"],
+            objective=self.recipe.objective.name,
+            data_sha256=self.manifest.data_sha256,
+            base_model=self.recipe.train.model,
+            tokens_trained=self.num_tokens_trained,
+        )
+
+    def _is_exported(self) -> bool:
+        """Whether ``final/`` is the model of this very step; it appears complete or not at all."""
+        about = load_checkpoint_config(self.folder / FINAL)
+        return about is not None and about.tokens_trained == self.num_tokens_trained
+
+    def _print_result(self, record: dict[str, Any]) -> None:
         if self.is_json and self.ranks.rank == 0:
-            print(json.dumps({**record, "output": str(final), "tokens_trained": self.num_tokens_trained}))
+            result = {**record, "output": str(self.folder / FINAL), "tokens_trained": self.num_tokens_trained}
+            print(json.dumps(result))
 
     def _save(self, step: int) -> None:
-        checkpointing.save(
-            self.training.engine,
-            self.folder,
-            step,
-            {"num_tokens_trained": self.num_tokens_trained},
-            self.ranks,
-            self.recipe.train.keep_checkpoints,
-        )
-        self._saved_step = step
+        if self._saved_step != step:
+            state = Checkpoint(step, self.num_tokens_trained, self.ranks.world_size, self._settings)
+            keep = self.recipe.train.keep_checkpoints
+            checkpointing.save(self.training.engine, self.folder, state, self.ranks, keep)
+            self._saved_step = step
 
-    def _check_finite(self, step: int, sums: list[float]) -> None:
-        if not all(torch.isfinite(torch.tensor(sums))):
-            raise RunError(
-                f"train: the loss of step {step + 1} is not finite (ar {sums[0]}, consistency {sums[1]}); the weights "
-                f"were not updated. Lower train.lr or train in float32; go on from {self.folder / 'checkpoints'}"
-            )
+    def _not_finite(self, step: int, what: str) -> RunError:
+        return RunError(
+            f"train: the {what} of step {step + 1} is not finite; stopped before it could be saved. Lower train.lr or "
+            f"train in float32; checkpoints are in {self.folder / checkpointing.FOLDER}"
+        )
 
     def _sum_over_ranks(self, values: list[float] | list[int]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.training.engine.device)
@@ -256,44 +359,96 @@ class Trainer:
         result: list[float] = tensor.tolist()
         return result
 
-    def _must_stop(self) -> bool:
-        return self._sum_over_ranks([float(self._received is not None)])[0] > 0
+    @contextmanager
+    def _signals_kept(self) -> Iterator[None]:
+        """Within the block a signal is noted instead of ending the process."""
+        handlers = {number: signal.signal(number, self._on_signal) for number in EXIT_BY_SIGNAL}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._received is not None:
+        # A launcher passes Ctrl-C on as SIGTERM after the SIGINT of the terminal: only a second SIGINT is impatience.
+        if self._received is signal.SIGINT and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._received = number
+        self._received = self._received or signal.Signals(number)
+
+    def _signal_of_any_rank(self) -> signal.Signals | None:
+        """The signal that some rank has received, so that all stop at the same step."""
+        numbers = sorted(EXIT_BY_SIGNAL)
+        counts = self._sum_over_ranks([float(self._received == number) for number in numbers])
+        return next((signal.Signals(number) for number, count in zip(numbers, counts, strict=True) if count), None)
 
     def _log(self, record: dict[str, Any]) -> None:
         if self.ranks.rank == 0:
-            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+
+    def _read_metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / METRICS
+        records = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                continue  # the last line of a killed run
+        return records
 
     def _cut_metrics(self, step: int) -> None:
         """Drop what a killed run logged after the checkpoint, so that every step stands once."""
-        path = self.folder / "metrics.jsonl"
-        if self.ranks.rank == 0 and path.exists():
-            records = []
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    records.append(json.loads(line))
-                except ValueError:
-                    continue
-            kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
-            path.write_text("".join(kept), encoding="utf-8")
+        kept = [json.dumps(record) + "\n" for record in self._read_metrics() if record["step"] <= step]
+        write_atomically(self.folder / METRICS, "".join(kept))
 
     def _say(self, line: str) -> None:
         if self.ranks.rank == 0:
             print(line, file=sys.stderr, flush=True)
 
 
+def run_settings(recipe: Recipe, data_sha256: str, zero_stage: int, num_steps: int) -> dict[str, Any]:
+    """What the weights of a run depend on, by name: a checkpoint is resumed only by a run with the same.
+
+    The number of updates counts where the learning rate depends on it: a run with a constant rate may be prolonged.
+    """
+    train = recipe.train.model_dump(mode="json")
+    settings = {f"train.{key}": value for key, value in train.items() if key not in FREE_SETTINGS}
+    settings |= {f"objective.{key}": value for key, value in recipe.objective.model_dump(mode="json").items()}
+    if recipe.train.tune is Tune.LORA:
+        settings |= {f"lora.{key}": value for key, value in recipe.lora.model_dump(mode="json").items()}
+    settings |= {"train.data (sha256)": data_sha256, "ZeRO stage": zero_stage}
+    settings["warm-up updates"] = num_warmup_steps(recipe.train, num_steps)
+    if recipe.train.lr_schedule is not LrSchedule.CONSTANT:
+        settings["updates"] = num_steps
+    return settings
+
+
+def check_tokenizer(recipe: Recipe, loaded: LoadedModel, manifest: Manifest) -> None:
+    """Token ids must mean to the model what they meant to the one that made the trajectories.
+
+    Raises:
+        UsageError: the vocabularies differ.
+    """
+    there, here = manifest.settings.get("tokenizer_sha256"), tokenizer_sha256(loaded.tokenizer)
+    if there is not None and there != here:
+        raise UsageError(
+            f"train.data: {recipe.train.data} was collected with another tokenizer (sha256 {str(there)[:12]}…, that of "
+            f"{recipe.train.model} is {here[:12]}…); collect with the model that you train"
+        )
+
+
+def _memory_mib() -> int:
+    """Peak memory of this process on the device that holds the weights (MiB)."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated() >> 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
 def _plan(recipe: Recipe) -> str:
     train, objective = recipe.train, recipe.objective
-    manifest = Manifest.read(Path(train.data))
-    num_rows = sum(shard.num_rows for shard in manifest.shards.values())
-    steps = train.max_steps or -(-int(train.epochs * num_rows) // train.global_batch_size)
+    num_rows = sum(shard.num_rows for shard in Manifest.read(Path(train.data)).shards.values())
     return (
-        f"would train {train.model} ({train.tune.value}, {train.dtype.value}, DeepSpeed {train.deepspeed}) on {num_rows} "
-        f"trajectories of {train.data}: {objective.name.value}, {steps} updates of {train.global_batch_size} completions, "
-        f"lr {train.lr:g}; output {train.output}"
+        f"would train {train.model} ({train.tune.value}, {train.dtype.value}, DeepSpeed {train.deepspeed}) on "
+        f"{num_rows} trajectories of {train.data}: {objective.name.value}, {num_updates(train, num_rows)} updates of "
+        f"{train.global_batch_size} completions, lr {train.lr:g}; output {train.output}"
     )

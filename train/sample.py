@@ -60,18 +60,23 @@ class Sample:
         return len(self.token_ids)
 
 
-def choose_noise(trajectory: Trajectory, objective: ObjectiveConfig, rng: random.Random) -> list[NoisyBlock]:
+def choose_noise(
+    trajectory: Trajectory, objective: ObjectiveConfig, rng: random.Random, max_length: int
+) -> list[NoisyBlock]:
     """The noisy states of one sample, drawn with ``rng``.
 
     - ``ar``: none.
-    - ``cllm-global``: one block and one of its states, uniformly (CLLM, arXiv 2403.00835, algorithm 2).
+    - ``cllm-global``: one block and one of its states, uniformly (CLLM, arXiv 2403.00835, algorithm 2), among the
+      blocks that fit ``max_length`` rows.
     - ``jacobi-forcing``: every block; block b gets the state whose share of wrong tokens is nearest to the b-th value
-      of linspace(0, 1, w), repeated every w blocks (Jacobi Forcing, arXiv 2512.14681, section 3.1).
+      of linspace(0, 1, w), repeated every w blocks from a drawn offset (Jacobi Forcing, arXiv 2512.14681, section 3.1).
     """
-    usable = [block for block in trajectory.blocks if block.states]
-    if objective.name is ObjectiveName.AR or not usable:
+    if objective.name is ObjectiveName.AR:
         return []
     if objective.name is ObjectiveName.CLLM_GLOBAL:
+        usable = [block for block in trajectory.blocks if block.states and _fits(trajectory, block, max_length)]
+        if not usable:
+            return []
         block = rng.choice(usable)
         return [_noisy(trajectory, block, rng.choice(block.states))]
     offset = rng.randrange(objective.schedule_blocks)
@@ -93,14 +98,17 @@ def build_sample(
     """Pack one trajectory with its noisy blocks.
 
     Blocks that would exceed ``max_length`` rows are left out from the end, a clean block together with its noisy one.
+    So are blocks behind y*'s first EOS; tokens behind it carry no loss.
 
     Args:
         trajectory: prompt and y*.
         noise: at most one state per block.
         include_last_row: count the last row of a block, whose prediction is the next block's first token.
-        eos_token_ids: a noisy row at or behind y*'s EOS carries no loss.
+        eos_token_ids: every id that ends a completion; a row that reads y*'s EOS carries no loss.
         max_length: rows.
     """
+    num_tokens = _length_to_eos(trajectory.completion_ids, eos_token_ids)
+    has_eos = trajectory.completion_ids[num_tokens - 1] in eos_token_ids
     rows = _Rows()
     prompt_len = len(trajectory.prompt_ids)
     rows.add_clean(trajectory.prompt_ids, 0)
@@ -111,17 +119,19 @@ def build_sample(
     for number, block in enumerate(trajectory.blocks):
         target = trajectory.target_of(block)
         noisy = noisy_at.get(block.start)
-        if len(rows.token_ids) + len(target) * (2 if noisy else 1) > max_length:
+        if block.start >= num_tokens or len(rows.token_ids) + len(target) * (2 if noisy else 1) > max_length:
             break
         position = prompt_len + block.start
         if noisy:
             first = len(rows.token_ids)
             rows.add_noisy(noisy.state, position, number)
-            last = _last_student_row(target, include_last_row, eos_token_ids)
+            last = len(target) if include_last_row else len(target) - 1
+            if has_eos:
+                last = min(last, num_tokens - 1 - block.start)
             student_positions += [(first + i, position + i) for i in range(noisy.num_right, last)]
         clean_row_of.update({position + i: len(rows.token_ids) + i for i in range(len(target))})
         rows.add_clean(target, position)
-        num_kept += len(target)
+        num_kept = min(block.start + len(target), num_tokens)
     ar_positions = range(prompt_len - 1, prompt_len + num_kept - 1)
     return rows.build(
         ar_rows=[clean_row_of[position] for position in ar_positions],
@@ -131,12 +141,18 @@ def build_sample(
     )
 
 
-def _last_student_row(target: Sequence[int], include_last_row: bool, eos_token_ids: Sequence[int]) -> int:
-    """End of the rows of a block that may carry loss (exclusive)."""
-    last = len(target) if include_last_row else len(target) - 1
-    if target[-1] in eos_token_ids:
-        last = min(last, len(target) - 1)
-    return last
+def _length_to_eos(completion_ids: Sequence[int], eos_token_ids: Sequence[int]) -> int:
+    """Tokens up to the first EOS, that one included; all of them without one."""
+    for index, token_id in enumerate(completion_ids):
+        if token_id in eos_token_ids:
+            return index + 1
+    return len(completion_ids)
+
+
+def _fits(trajectory: Trajectory, block: Block, max_length: int) -> bool:
+    """Whether prompt, clean blocks up to this one and one noisy block fit."""
+    length = len(trajectory.target_of(block))
+    return len(trajectory.prompt_ids) + block.start + 2 * length <= max_length
 
 
 def _noisy(trajectory: Trajectory, block: Block, state: list[int]) -> NoisyBlock:
