@@ -187,9 +187,13 @@ class Collector:
                 jobs.append(job)
         return jobs
 
+    def prompt_ids_of(self, prompt: Prompt) -> list[int]:
+        """The tokens that the model reads before it answers ``prompt``."""
+        return render_prompt(prompt, self.loaded.tokenizer, self.config.format)
+
     def _job_of(self, prompt: Prompt) -> _Job:
         try:
-            prompt_ids = render_prompt(prompt, self.loaded.tokenizer, self.config.format)
+            prompt_ids = self.prompt_ids_of(prompt)
         except UsageError:
             if self.config.on_bad_input is OnBadInput.FAIL:
                 raise
