@@ -204,7 +204,7 @@ class EvalConfig(Section):
     batch_size: int = Field(8, ge=1, description="requests decoded together")
     repeats: int = Field(1, ge=1, description="jacobi-train eval: paired repeats; medians are reported")
     output: str | None = Field(
-        None, description="jacobi-train eval: folder for evaluation.json, evaluation.png and answer.html; null writes none"
+        None, description="jacobi-train eval: folder for evaluation.json, .png and answer.html; null writes none"
     )
     seed: int = Field(0, ge=0, description="seed of the prompt draw")
 

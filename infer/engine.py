@@ -32,8 +32,7 @@ class LLMEngine:
             torch.set_num_threads(config.num_threads)
         model = loaded.model
         self.max_context = loaded.max_context
-        # Not the weight's shape: during training with ZeRO-3 the weight is elsewhere between passes.
-        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
         num_pages = num_pages_for(model.config, model.dtype, config.page_size, config.kv_memory_mib << 20)
         self.pool = PagePool(num_pages, config.page_size)
         self.kv_bytes_per_token = bytes_per_token(model.config, model.dtype)

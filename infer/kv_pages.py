@@ -93,7 +93,7 @@ class KVCache:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU their memory is taken page by page when it is written, so that a large pool costs nothing idle."""
+    """Zeros; on a CPU their memory is taken as it is written, so that a large pool costs nothing idle."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch fills zeros by hand, which touches the whole pool.

@@ -88,9 +88,7 @@ def commit(
     return Commit(taken, list(predictions[accepted:]), None)
 
 
-def next_window(
-    carried: Sequence[int], num_guesses: int, fill: Callable[[list[int], int], list[int]]
-) -> list[int]:
+def next_window(carried: Sequence[int], num_guesses: int, fill: Callable[[list[int], int], list[int]]) -> list[int]:
     """Guesses of the next pass: carried predictions first, then what the fill policy writes.
 
     Args:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from jacobi_llm.configs.loader import write_atomically
+from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.configs.schema import Recipe
 from jacobi_llm.infer.detokenizer import token_texts
 from jacobi_llm.infer.environment import describe_environment
@@ -102,7 +102,7 @@ def write_report(
     )
     write_atomically(folder / "answer.html", html)
     try:
-        (folder / "evaluation.png").write_bytes(draw_png(rows))
+        write_atomically(folder / "evaluation.png", draw_png(rows))
     except ImportError:
         print("note: no evaluation.png without matplotlib: pip install 'jacobi-llm[plot]'", file=sys.stderr)
     print(f"wrote {folder}/evaluation.json, answer.html and evaluation.png", file=sys.stderr)

@@ -15,6 +15,7 @@ from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import EvalConfig, OnBadInput
 from jacobi_llm.data.sources import read_source
 from jacobi_llm.data.word_problems import is_correct
+from jacobi_llm.infer.detokenizer import decode
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.measurement import Measurement, measure
 from jacobi_llm.infer.models import LoadedModel
@@ -74,7 +75,7 @@ class HeldOut:
     def share_correct(self, outputs: Sequence[RequestOutput], tokenizer: PreTrainedTokenizerBase) -> float | None:
         """Share of checkable answers that are right; None when no prompt carries one."""
         pairs = [
-            (prompt.answer, str(tokenizer.decode(output.token_ids, skip_special_tokens=True)))
+            (prompt.answer, decode(tokenizer, output.token_ids))
             for prompt, output in zip(self.prompts, outputs, strict=True)
             if prompt.answer is not None
         ]
