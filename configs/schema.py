@@ -150,6 +150,9 @@ class ObjectiveConfig(Section):
     ar_weight: float = Field(1.0, ge=0, description="weight of the AR cross-entropy term")
     consistency_weight: float = Field(1.0, ge=0, description="weight of the consistency term")
     schedule_blocks: int = Field(4, ge=1, description="noise schedule: ratios linspace(0,1,w) repeat every w blocks")
+    depth_discount: float = Field(
+        1.0, gt=0, le=1, description="weight of a noisy row is this to the power of rows behind the first wrong one"
+    )
     include_last_row: bool = Field(True, description="count the last row of a block (it is fed back when sliding)")
 
 

@@ -23,6 +23,7 @@ class Batch:
         mask: [B, 1, T, T] bool, True where visible.
         ar_rows, ar_targets: [A] int64.
         student_rows, teacher_rows: [C] int64.
+        student_weights: [C] float32.
         num_rows: rows without padding.
     """
 
@@ -33,6 +34,7 @@ class Batch:
     ar_targets: torch.Tensor
     student_rows: torch.Tensor
     teacher_rows: torch.Tensor
+    student_weights: torch.Tensor
     num_rows: int
 
     @property
@@ -40,8 +42,9 @@ class Batch:
         return len(self.ar_targets)
 
     @property
-    def num_consistency_tokens(self) -> int:
-        return len(self.student_rows)
+    def consistency_weight(self) -> float:
+        """Sum of the student rows' weights: their number without a discount."""
+        return float(self.student_weights.sum())
 
 
 def collate(samples: Sequence[Sample], pad_token_id: int) -> Batch:
@@ -64,5 +67,6 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> Batch:
         ar_targets=torch.cat([sample.ar_targets for sample in samples]),
         student_rows=rows("student_rows"),
         teacher_rows=rows("teacher_rows"),
+        student_weights=torch.cat([sample.student_weights for sample in samples]),
         num_rows=sum(sample.num_rows for sample in samples),
     )

@@ -73,6 +73,7 @@ class DataOrder:
             trajectory,
             choose_noise(trajectory, self.objective, rng, self.train.max_length),
             include_last_row=self.objective.include_last_row,
+            depth_discount=self.objective.depth_discount,
             eos_token_ids=self.eos_token_ids,
             max_length=self.train.max_length,
         )

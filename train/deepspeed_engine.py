@@ -219,12 +219,18 @@ def _with_lora(loaded: LoadedModel, lora: LoraConfig, seed: int) -> nn.Module:
 
 
 def _check_trainable(loaded: LoadedModel) -> None:
-    window = getattr(loaded.model.config.get_text_config(), "sliding_window", None)
-    layers = getattr(loaded.model.config.get_text_config(), "layer_types", None) or []
+    text = loaded.model.config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    layers = getattr(text, "layer_types", None) or []
     if window and (not layers or "sliding_attention" in layers):
         raise UsageError(
             f"train.model: {loaded.name} uses sliding-window attention ({window} tokens), which the packed mask does "
             "not express yet; train a full-attention model"
+        )
+    if not loaded.model._supports_sdpa:
+        raise UsageError(
+            f"train.model: {loaded.name} (model type {text.model_type}) does not take scaled_dot_product_attention, "
+            "which the packed mask needs; train another model"
         )
 
 

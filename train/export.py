@@ -98,14 +98,19 @@ def _write_adapter(
     if not isinstance(module, PeftModel):
         raise AssertionError("a LoRA run trains a peft model")
     with _replaced(target) as temporary:
-        base = about.base_model
-        # A path of this machine means nothing elsewhere; a name or hub id does.
-        module.peft_config["default"].base_model_name_or_path = Path(base).name if Path(base).is_dir() else base
         with quiet_libraries():
             module.save_pretrained(str(temporary), state_dict=weights, safe_serialization=True)
+        _name_base(temporary / "adapter_config.json", about.base_model)
         # peft writes a model card full of placeholders.
         (temporary / "README.md").unlink(missing_ok=True)
         save_checkpoint_config(about, temporary)
+
+
+def _name_base(adapter_config: Path, base: str) -> None:
+    """Name the base as it was asked for: where it lies on this machine means nothing elsewhere."""
+    content = json.loads(adapter_config.read_text(encoding="utf-8"))
+    content["base_model_name_or_path"] = Path(base).name if Path(base).is_dir() else base
+    adapter_config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write_model(

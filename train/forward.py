@@ -36,7 +36,7 @@ def loss_sums(module: nn.Module, model: PreTrainedModel, batch: Batch, device: t
     ar, teacher, student = torch.split(place, [len(batch.ar_rows), len(batch.teacher_rows), len(batch.student_rows)])
     return LossSums(
         ar=ar_loss_sum(logits[ar], batch.ar_targets.to(device)),
-        consistency=consistency_loss_sum(logits[student], logits[teacher]),
+        consistency=consistency_loss_sum(logits[student], logits[teacher], batch.student_weights.to(device)),
     )
 
 

@@ -191,9 +191,9 @@ class Trainer:
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe.train, step, self.order.num_steps)
         batches = self.order.micro_batches(step)
-        num_ar, num_consistency, num_rows = self._counts(batches)
-        ar_sum, consistency_sum = self._backward(batches, num_ar, num_consistency)
-        ar, consistency = ar_sum / max(num_ar, 1), consistency_sum / max(num_consistency, 1)
+        num_ar, consistency_weight, num_rows = self._counts(batches)
+        ar_sum, consistency_sum = self._backward(batches, num_ar, consistency_weight)
+        ar, consistency = ar_sum / max(num_ar, 1), consistency_sum / (consistency_weight or 1.0)
         if not math.isfinite(ar + consistency):
             raise self._not_finite(step, f"loss (ar {ar}, consistency {consistency})")
         norm = optimizer_step(engine)
@@ -258,18 +258,18 @@ class Trainer:
         self._say(f"resumed {found.path} at step {found.step} of {self.order.num_steps}")
         return found.step
 
-    def _counts(self, batches: list[Batch]) -> tuple[int, int, int]:
-        """AR tokens, consistency tokens and rows of the global batch."""
+    def _counts(self, batches: list[Batch]) -> tuple[int, float, int]:
+        """AR tokens, weight of the consistency rows, and rows of the global batch."""
         counts = self._sum_over_ranks(
             [
                 sum(batch.num_ar_tokens for batch in batches),
-                sum(batch.num_consistency_tokens for batch in batches),
+                sum(batch.consistency_weight for batch in batches),
                 sum(batch.num_rows for batch in batches),
             ]
         )
-        return int(counts[0]), int(counts[1]), int(counts[2])
+        return int(counts[0]), counts[1], int(counts[2])
 
-    def _backward(self, batches: list[Batch], num_ar: int, num_consistency: int) -> tuple[float, float]:
+    def _backward(self, batches: list[Batch], num_ar: int, consistency_weight: float) -> tuple[float, float]:
         """Accumulate the gradient of this update; returns the loss sums of the global batch."""
         engine, objective = self.training.engine, self.recipe.objective
         # DeepSpeed averages over micro-batches and ranks; the sums below are already means over the global batch.
@@ -280,7 +280,7 @@ class Trainer:
                 engine.step()  # counts the micro-batch; weights change at the last one only
             losses = loss_sums(engine, self.training.loaded.model, batch, engine.device)
             loss = objective.ar_weight * losses.ar / max(num_ar, 1)
-            loss = loss + objective.consistency_weight * losses.consistency / max(num_consistency, 1)
+            loss = loss + objective.consistency_weight * losses.consistency / (consistency_weight or 1.0)
             engine.backward(loss * undo_mean)
             sums[0] += float(losses.ar.detach())
             sums[1] += float(losses.consistency.detach())

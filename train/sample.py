@@ -43,6 +43,7 @@ class Sample:
         block_start: position at which a noisy row's block starts; 0 for clean rows.
         ar_rows, ar_targets: [A], clean rows and the y* tokens they predict (the prompt predicts nothing).
         student_rows, teacher_rows: [C], noisy rows i >= d and the clean rows at the same position.
+        student_weights: [C] float32, depth_discount ** (i - d).
     """
 
     token_ids: torch.Tensor
@@ -54,6 +55,7 @@ class Sample:
     ar_targets: torch.Tensor
     student_rows: torch.Tensor
     teacher_rows: torch.Tensor
+    student_weights: torch.Tensor
 
     @property
     def num_rows(self) -> int:
@@ -92,6 +94,7 @@ def build_sample(
     noise: Sequence[NoisyBlock],
     *,
     include_last_row: bool,
+    depth_discount: float = 1.0,
     eos_token_ids: Sequence[int],
     max_length: int,
 ) -> Sample:
@@ -104,6 +107,7 @@ def build_sample(
         trajectory: prompt and y*.
         noise: at most one state per block.
         include_last_row: count the last row of a block, whose prediction is the next block's first token.
+        depth_discount: weight of a student row per row behind the first wrong one; 1 weighs all alike, as published.
         eos_token_ids: every id that ends a completion; a row that reads y*'s EOS carries no loss.
         max_length: rows.
     """
@@ -114,7 +118,7 @@ def build_sample(
     rows.add_clean(trajectory.prompt_ids, 0)
     noisy_at = {noisy.start: noisy for noisy in noise}
     clean_row_of = {prompt_len - 1: prompt_len - 1}
-    student_positions: list[tuple[int, int]] = []
+    student_positions: list[tuple[int, int, float]] = []
     num_kept = 0
     for number, block in enumerate(trajectory.blocks):
         target = trajectory.target_of(block)
@@ -128,7 +132,9 @@ def build_sample(
             last = len(target) if include_last_row else len(target) - 1
             if has_eos:
                 last = min(last, num_tokens - 1 - block.start)
-            student_positions += [(first + i, position + i) for i in range(noisy.num_right, last)]
+            student_positions += [
+                (first + i, position + i, depth_discount ** (i - noisy.num_right)) for i in range(noisy.num_right, last)
+            ]
         clean_row_of.update({position + i: len(rows.token_ids) + i for i in range(len(target))})
         rows.add_clean(target, position)
         num_kept = min(block.start + len(target), num_tokens)
@@ -136,8 +142,9 @@ def build_sample(
     return rows.build(
         ar_rows=[clean_row_of[position] for position in ar_positions],
         ar_targets=trajectory.completion_ids[:num_kept],
-        student_rows=[row for row, _ in student_positions],
-        teacher_rows=[clean_row_of[position] for _, position in student_positions],
+        student_rows=[row for row, _, _ in student_positions],
+        teacher_rows=[clean_row_of[position] for _, position, _ in student_positions],
+        student_weights=[weight for _, _, weight in student_positions],
     )
 
 
@@ -194,7 +201,13 @@ class _Rows:
         self.block_start += [block_start] * count
 
     def build(
-        self, *, ar_rows: list[int], ar_targets: list[int], student_rows: list[int], teacher_rows: list[int]
+        self,
+        *,
+        ar_rows: list[int],
+        ar_targets: list[int],
+        student_rows: list[int],
+        teacher_rows: list[int],
+        student_weights: list[float],
     ) -> Sample:
         def tensor(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int64)
@@ -209,4 +222,5 @@ class _Rows:
             ar_targets=tensor(ar_targets),
             student_rows=tensor(student_rows),
             teacher_rows=tensor(teacher_rows),
+            student_weights=torch.tensor(student_weights, dtype=torch.float32),
         )
