@@ -53,7 +53,9 @@ class Bucket:
         is_row_SQ: [S, Q] bool.
         position_SQ: [S, Q] int64, position of the row.
         page_limit_SQ: [S, Q] int64, keys in pages at positions below this are visible.
-        slots_SL: [S, L] int64, K/V slots in order of position.
+        pages_SM: [S, M] int64, pages in order of position; padded with the request's own first one, so that nothing
+            of another request is ever read. L = M * page_size key slots.
+        page_size: K/V slots per page.
         own_SP: [S, P] int64, rows of groups that do not write pages; P may be 0.
         own_position_SP: [S, P] int64.
         own_group_SP: [S, P] int64, group number, -1 where padded.
@@ -64,7 +66,8 @@ class Bucket:
     is_row_SQ: torch.Tensor
     position_SQ: torch.Tensor
     page_limit_SQ: torch.Tensor
-    slots_SL: torch.Tensor
+    pages_SM: torch.Tensor
+    page_size: int
     own_SP: torch.Tensor
     own_position_SP: torch.Tensor
     own_group_SP: torch.Tensor
@@ -78,7 +81,7 @@ class Bucket:
         """
         cache_key = (sliding_window, num_groups, dtype)
         if cache_key not in self._masks:
-            key_L = torch.arange(self.slots_SL.shape[1], device=self.slots_SL.device)
+            key_L = torch.arange(self.pages_SM.shape[1] * self.page_size, device=self.pages_SM.device)
             pages = key_L[None, None, :] < self.page_limit_SQ[:, :, None]
             own = (self.group_SQ[:, :, None] == self.own_group_SP[:, None, :]) & (
                 self.own_position_SP[:, None, :] <= self.position_SQ[:, :, None]
@@ -162,7 +165,7 @@ def _build_bucket(
     positions: list[list[int]] = []
     limits: list[list[int]] = []
     row_groups: list[list[int]] = []
-    slots: list[list[int]] = []
+    pages: list[list[int]] = []
     own: list[list[int]] = []
     own_positions: list[list[int]] = []
     own_groups: list[list[int]] = []
@@ -191,12 +194,8 @@ def _build_bucket(
                 own_positions[-1].extend(span)
                 own_groups[-1].extend([number] * group.num_rows)
                 num_keys = max(num_keys, group.prefix_len)
-        table = members[0][2].block_table
-        slots.append(
-            [page * page_size + offset for page in table[: -(-num_keys // page_size)] for offset in range(page_size)][
-                :num_keys
-            ]
-        )
+        pages.append(list(members[0][2].block_table[: -(-num_keys // page_size)]))
+    most_pages = max(len(one) for one in pages)
 
     def pad(lists: list[list[int]], value: int) -> torch.Tensor:
         width = max(len(one) for one in lists)
@@ -208,7 +207,8 @@ def _build_bucket(
         is_row_SQ=rows_SQ >= 0,
         position_SQ=pad(positions, 0),
         page_limit_SQ=pad(limits, 0),
-        slots_SL=pad(slots, 0),
+        pages_SM=pad([one + one[:1] * (most_pages - len(one)) for one in pages], 0),
+        page_size=page_size,
         own_SP=pad(own, 0),
         own_position_SP=pad(own_positions, 0),
         own_group_SP=pad(own_groups, -1),
@@ -322,7 +322,7 @@ def _attend(
     )
     keys_values = []
     for own_RKD, paged_NKD in zip(own_kv, paged_kv, strict=True):
-        stored = paged_NKD[bucket.slots_SL]
+        stored = _gather(paged_NKD, bucket)
         if bucket.own_SP.shape[1]:
             stored = torch.cat((stored, own_RKD[bucket.own_SP].to(stored.dtype)), dim=1)
         keys_values.append(stored.transpose(1, 2))
@@ -340,6 +340,13 @@ def _attend(
         .permute(0, 3, 1, 2, 4)
         .reshape(num_requests, num_rows, num_heads, value.shape[-1])
     )
+
+
+def _gather(paged_NKD: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """K or V of all page slots, [S, L, K, D]; whole pages at a time, which costs a third of picking slots."""
+    by_page = paged_NKD.view(-1, bucket.page_size * paged_NKD[0].numel())
+    picked = by_page.index_select(0, bucket.pages_SM.flatten())
+    return picked.view(bucket.pages_SM.shape[0], -1, *paged_NKD.shape[1:])
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any], is_causal: bool | None) -> None:

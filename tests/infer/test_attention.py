@@ -212,7 +212,7 @@ class Planted:
     forgets_own: bool = False
 
     def mask(self, bucket: Bucket, sliding_window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor:
-        key_L = torch.arange(bucket.slots_SL.shape[1])
+        key_L = torch.arange(bucket.pages_SM.shape[1] * bucket.page_size)
         row, own_key = bucket.position_SQ[:, :, None], bucket.own_position_SP[:, None, :]
         pages = key_L < bucket.page_limit_SQ[:, :, None] + self.limit
         own = own_key <= row + self.causal
@@ -252,12 +252,12 @@ def test_planted_mask_faults_are_seen(planted: Planted, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("shift", [1, -1])
-def test_planted_slot_faults_are_seen(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_page_faults_are_seen(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     build = attention._build_bucket
 
     def shifted(*args: Any) -> Bucket:
         bucket = build(*args)
-        bucket.slots_SL = bucket.slots_SL.roll(shift, dims=1)
+        bucket.pages_SM = bucket.pages_SM.roll(shift, dims=1)
         return bucket
 
     monkeypatch.setattr(attention, "_build_bucket", shifted)
