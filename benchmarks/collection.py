@@ -5,7 +5,8 @@
 
 - branches: all blocks of all completions as branches of one ragged batch, the decoding of y* included;
 - sequential: the textbook procedure at batch 1 on the same engine, with paged K/V;
-- uncached: the textbook procedure at batch 1 on the plain model, reading prompt, prefix and block in every pass.
+- uncached: the textbook procedure at batch 1 on the plain model: every pass reads prompt, prefix and block, and makes
+  logits of all their rows, as public collectors do (tokens are chosen for the block's rows only).
 
 The ways take turns within a repeat, so that a drifting machine meets all of them; a ratio is taken within its repeat,
 and medians are reported. States are compared too: a difference counts as explained in float32 when the two best

@@ -239,6 +239,10 @@ class Collector:
                 self.engine.runner,
                 self.engine.scheduler.max_num_rows,
             )
+            for branches in per_completion:
+                if not all(branch.is_finite for branch in branches):
+                    # The next owner of these pages must not meet what is in them.
+                    self.engine.runner.cache.clear(branches[0].target.block_table)
         finally:
             for output in outputs:
                 self.engine.release(output.id)

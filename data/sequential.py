@@ -6,8 +6,8 @@ iteration is one forward pass at batch 1, in one of two ways:
 
 - :class:`CachedPredictor`, on the engine's runner: the prefix's K/V stands in pages, the prompt is read together with
   the first state, and every pass rewrites the block's own slots, so that the last one leaves them right;
-- :class:`UncachedPredictor`, on the model itself: prompt, prefix and block are read again in every pass, as public
-  collectors do.
+- :class:`UncachedPredictor`, on the model itself: prompt, prefix and block are read again in every pass, and logits
+  are made for all of these rows, as public collectors do (CLLM's data/generate_trajectory.py).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class UncachedPredictor:
         """One pass over everything."""
         token_ids = [*prefix_ids, *state[:-1]]
         input_ids = torch.tensor([token_ids], device=self._model.device)
-        logits = self._model(input_ids=input_ids, use_cache=False, logits_to_keep=len(state)).logits[0]
+        logits = self._model(input_ids=input_ids, use_cache=False).logits[0, -len(state) :]
         self.num_passes += 1
         self.num_rows += len(token_ids)
         return choose(logits, [RowKey(0, 0, 0)] * len(state))

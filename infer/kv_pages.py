@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -90,6 +90,12 @@ class KVCache:
             self.values[layer_idx] = _lazy_zeros((self.num_slots, *value.shape[1:]), self.dtype, self.device)
         self.keys[layer_idx].index_copy_(0, slots, key.to(self.dtype))
         self.values[layer_idx].index_copy_(0, slots, value.to(self.dtype))
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero the slots of ``pages``: a NaN in a slot that is masked would still spoil the sums of who reads it."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        for stored in (*self.keys.values(), *self.values.values()):
+            stored.view(-1, self.page_size, *stored.shape[1:]).index_fill_(0, index, 0)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

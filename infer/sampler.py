@@ -55,4 +55,5 @@ def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
     # The last chunk may reach back into the one before it, which holds nothing as large or it would have been first.
     starts = (maxima.argmax(dim=-1) * _CHUNK).clamp_max(vocab_size - _CHUNK)
     columns = starts[:, None] + torch.arange(_CHUNK)
-    return starts + logits.gather(1, columns).argmax(dim=-1)
+    chosen: torch.Tensor = starts + logits.gather(1, columns).argmax(dim=-1)
+    return chosen

@@ -255,7 +255,8 @@ def test_a_model_of_nan_ends_with_one_line(
     assert "logits are not finite" in errors[0]
 
 
-def test_one_completion_that_meets_nan_costs_no_other(tiny_loaded: LoadedFactory) -> None:
+@pytest.mark.parametrize("wave_size", [1, 3])
+def test_one_completion_that_meets_nan_costs_no_other(tiny_loaded: LoadedFactory, wave_size: int) -> None:
     # The byte '!' poisons whatever reads it.
     loaded = tiny_loaded("llama", torch.float64)
     token = loaded.tokenizer("!", add_special_tokens=False)["input_ids"][0]
@@ -264,7 +265,7 @@ def test_one_completion_that_meets_nan_costs_no_other(tiny_loaded: LoadedFactory
     assert all(token not in row.completion_ids for row in plain), "choose another byte"
     broken = poisoned(tiny_loaded, slice(token, token + 1))
     mixed = [prompts[0], replace(prompts[1], text="a!b"), prompts[2]]
-    got = make_collector(broken, mixed).collect(mixed)
+    got = make_collector(broken, mixed, wave_size=wave_size).collect(mixed)
     assert got.skipped == {"logits are not finite": [prompts[1].source_index]}
     assert got.trajectories == [plain[0], plain[2]]
 
