@@ -264,7 +264,7 @@ def test_one_completion_that_meets_nan_costs_no_other(tiny_loaded: LoadedFactory
     plain = make_collector(loaded, prompts).collect(prompts).trajectories
     assert all(token not in row.completion_ids for row in plain), "choose another byte"
     broken = poisoned(tiny_loaded, slice(token, token + 1))
-    mixed = [prompts[0], replace(prompts[1], text="a!b"), prompts[2]]
+    mixed = [prompts[0], replace(prompts[1], text="a!" + "b" * 60), prompts[2]]
     got = make_collector(broken, mixed, wave_size=wave_size).collect(mixed)
     assert got.skipped == {"logits are not finite": [prompts[1].source_index]}
     assert got.trajectories == [plain[0], plain[2]]
