@@ -195,10 +195,10 @@ class Trainer:
         ar_sum, consistency_sum = self._backward(batches, num_ar, consistency_weight)
         ar, consistency = ar_sum / max(num_ar, 1), consistency_sum / (consistency_weight or 1.0)
         if not math.isfinite(ar + consistency):
-            raise self._not_finite(step, f"loss (ar {ar}, consistency {consistency})")
+            raise self._not_finite("loss", step, f"ar {ar}, consistency {consistency}")
         norm = optimizer_step(engine)
         if not math.isfinite(norm) or norm < 0:
-            raise self._not_finite(step, "gradient")
+            raise self._not_finite("gradient", step, f"its norm is {norm}")
         self.num_tokens_trained += num_ar
         objective = self.recipe.objective
         loss = objective.ar_weight * ar + objective.consistency_weight * consistency
@@ -347,10 +347,10 @@ class Trainer:
             checkpointing.save(self.training.engine, self.folder, state, self.ranks, keep)
             self._saved_step = step
 
-    def _not_finite(self, step: int, what: str) -> RunError:
+    def _not_finite(self, what: str, step: int, found: str) -> RunError:
         return RunError(
-            f"train: the {what} of step {step + 1} is not finite; stopped before it could be saved. Lower train.lr or "
-            f"train in float32; checkpoints are in {self.folder / checkpointing.FOLDER}"
+            f"train: the {what} of step {step + 1} is not finite ({found}); stopped, and nothing of it is saved. Lower "
+            f"train.lr or train in float32; checkpoints are in {self.folder / checkpointing.FOLDER}"
         )
 
     def _sum_over_ranks(self, values: list[float] | list[int]) -> list[float]:
