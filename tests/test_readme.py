@@ -178,6 +178,11 @@ def test_names_of_the_code_exist(page: str) -> None:
             assert set(_WORD.findall(span)) <= words, span
 
 
+def test_every_setting_of_the_objective_is_explained() -> None:
+    named = set(code_spans(ALGORITHM))
+    assert {key for key in setting_fields() if key.startswith("objective.")} <= named
+
+
 def test_the_named_recipes_are_shipped() -> None:
     listed = re.search(r"^Shipped recipes: (.*?)\. ", README, re.MULTILINE | re.DOTALL)
     assert listed is not None
