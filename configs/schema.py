@@ -128,7 +128,7 @@ class CollectConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are skipped and counted (tokens)")
     init: FillPolicy = Field(FillPolicy.PROMPT_DRAW, description="initial guesses y(0) of a block")
     decode_window: int = Field(1, ge=1, description="serving window used to decode y* (tokens); 1 is plain AR")
-    wave_size: int = Field(32, ge=1, description="completions decoded and iterated together")
+    wave_size: int = Field(64, ge=1, description="completions decoded and iterated together")
     shard_size: int = Field(64, ge=1, description="completions per Parquet shard, the unit of resume")
     on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
     seed: int = Field(0, ge=0, description="seed of the prompt draw and of the initial guesses")
