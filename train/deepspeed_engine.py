@@ -26,12 +26,20 @@ from jacobi_llm.configs.schema import Dtype, LoraConfig, LrSchedule, TrainConfig
 from jacobi_llm.infer.models import LoadedModel, load_model, resolve_model
 from jacobi_llm.train.data_order import Ranks, num_micro_batches
 
-OWNED_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer")
-OWNED_KEYS += ("scheduler", "bf16", "fp16", "gradient_clipping")
-# Settings of other shapes of run, which this trainer does not make: they would be heeded in part, or not at all.
-KNOWN_KEYS = ("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio")
-KNOWN_KEYS += ("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown")
-KNOWN_KEYS += ("comms_logger", "flops_profiler", "memory_breakdown", "seq_parallel_communication_data_type")
+OWNED_KEYS = frozenset(
+    (
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        *("optimizer", "scheduler", "bf16", "fp16", "gradient_clipping"),
+    )
+)
+# Other keys ask for kinds of run that this trainer does not make: they would be heeded in part, or not at all.
+KNOWN_KEYS = frozenset(
+    (
+        *("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio"),
+        *("communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
+        *("wall_clock_breakdown", "comms_logger", "flops_profiler", "memory_breakdown"),
+    )
+)
 
 
 @dataclass
@@ -81,12 +89,12 @@ def deepspeed_config(train: TrainConfig, ranks: Ranks) -> dict[str, Any]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     given = _read_json(train.deepspeed)
-    owned = sorted(set(given) & set(OWNED_KEYS))
+    owned = sorted(set(given) & OWNED_KEYS)
     if owned:
         raise UsageError(
             f"train.deepspeed: {train.deepspeed}: {', '.join(owned)} come from the train section; remove them from it"
         )
-    unknown = [f"{key}{suggestion(key, KNOWN_KEYS)}" for key in sorted(set(given) - set(KNOWN_KEYS))]
+    unknown = [f"{key}{suggestion(key, KNOWN_KEYS)}" for key in sorted(set(given) - KNOWN_KEYS)]
     if unknown:
         raise UsageError(f"train.deepspeed: {train.deepspeed}: unknown or unsupported: {', '.join(unknown)}")
     config = {
@@ -116,7 +124,7 @@ def build(train: TrainConfig, lora: LoraConfig, config: dict[str, Any]) -> Train
         UsageError: settings that exclude each other.
     """
     import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     if train.dtype is Dtype.FLOAT64:
         raise UsageError("train.dtype: float64 is for tests of the engine; train in bfloat16 or float32")

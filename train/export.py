@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,9 +137,10 @@ def _check_loads(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         RunError: naming the first tensor that is missing, unexpected, or differs.
     """
     with quiet_libraries():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype="auto", output_loading_info=True, use_safetensors=True, local_files_only=True
         )
+    model, info = loaded
     stray = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if stray:
         raise RunError(f"{folder}: saved, but loading misses or does not know {', '.join(stray[:5])}")

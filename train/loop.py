@@ -58,9 +58,13 @@ from jacobi_llm.train.heldout import HeldOut, acceptance_by_depth, repetition
 EXIT_BY_SIGNAL = {signal.SIGINT: 130, signal.SIGTERM: 143}
 METRICS = "metrics.jsonl"
 # They change memory, speed or what is printed, and the numbers at most by rounding.
-FREE_SETTINGS = ("output", "resume", "deepspeed", "epochs", "max_steps", "warmup_ratio", "micro_batch_size")
-FREE_SETTINGS += ("gradient_checkpointing", "log_every_steps", "save_every_steps", "keep_checkpoints")
-FREE_SETTINGS += ("eval_every_steps", "num_threads", "data")
+FREE_SETTINGS = frozenset(
+    (
+        *("data", "output", "resume", "deepspeed", "epochs", "max_steps", "warmup_ratio", "micro_batch_size"),
+        *("gradient_checkpointing", "num_threads"),
+        *("log_every_steps", "save_every_steps", "keep_checkpoints", "eval_every_steps"),
+    )
+)
 
 
 @dataclass(frozen=True)
