@@ -1,8 +1,8 @@
 """The near-tie rule: when may two greedy decodes of one prompt differ?
 
 Sums in another order round in another way, so two tokens with almost the same logit can change places. A difference
-is explained when the reference's own gap between its best two tokens, at the first position that differs, is below a
-bound; anything else is a fault.
+is explained when, at the first position that differs, both tokens lie within a bound of the reference's best logit;
+anything else is a fault.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Difference:
 
     Attributes:
         position: completion position, from 0.
-        gap: distance of the reference's two largest logits there; infinite when one decode ended too early.
+        gap: distance of the lower of the two tokens' logits from the best one; infinite when one decode ended early.
     """
 
     position: int
@@ -82,5 +82,5 @@ def first_difference(
         return Difference(min(len(reference), len(token_ids)), float("inf"))
     prefix = torch.tensor([[*prompt_ids, *reference[:position]]], device=model.device)
     logits = model(input_ids=prefix, use_cache=False, logits_to_keep=1).logits[0, -1].double()
-    best, second = logits.topk(2).values.tolist()
-    return Difference(position, best - second)
+    chosen = logits[[reference[position], token_ids[position]]]
+    return Difference(position, float(logits.max() - chosen.min()))
