@@ -254,7 +254,7 @@ def test_the_mask_is_drawn_as_it_is() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 def test_the_tested_blocks_run_in_their_order(tmp_path: Path) -> None:
     tree = tmp_path / "clone"
     for folder in (*ROOMS, "scripts", "src"):
