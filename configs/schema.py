@@ -19,6 +19,12 @@ class Dtype(StrEnum):
     FLOAT64 = "float64"
 
 
+class AttentionBackend(StrEnum):
+    """How attention over the pages is computed."""
+
+    SDPA = "sdpa"
+
+
 class FillPolicy(StrEnum):
     """Where a guess comes from when no earlier pass wrote one."""
 
@@ -93,7 +99,7 @@ class Section(BaseModel):
 class EngineConfig(Section):
     """The decoding engine: memory and batch limits."""
 
-    attention: str = Field("sdpa", description="attention backend: sdpa")
+    attention: AttentionBackend = Field(AttentionBackend.SDPA, description="attention backend")
     page_size: int = Field(16, ge=1, description="K/V slots per page (tokens)")
     kv_memory_mib: int = Field(1024, ge=1, description="memory for all K/V pages (MiB)")
     max_num_seqs: int = Field(64, ge=1, description="requests that decode at the same time")
