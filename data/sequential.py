@@ -24,6 +24,7 @@ from jacobi_llm.configs.schema import FillPolicy
 from jacobi_llm.data.branches import initial_state
 from jacobi_llm.data.record import Block
 from jacobi_llm.infer.engine import LLMEngine
+from jacobi_llm.infer.near_tie import choice_gap
 from jacobi_llm.infer.row_group import RowGroup
 from jacobi_llm.infer.rule import first_wrong
 from jacobi_llm.infer.sampler import RowKey, choose
@@ -219,7 +220,7 @@ class StateDifference:
         start: of the block (tokens).
         iteration: index j of the first state that differs; the fixed point counts as the last.
         position: index in the block of the first token that differs.
-        gap: distance of the two largest logits there; infinite when one run only ended earlier.
+        gap: distance of the lower of the two chosen logits from the best one; infinite when one run only ended earlier.
     """
 
     start: int
@@ -247,17 +248,8 @@ def first_state_difference(
         position = first_wrong(a, b)
         if position < len(a):
             known = [*prefix_ids, *mine[iteration - 1][:position]]
-            gap = top_two_gap(model, known) if iteration else float("inf")
+            gap = choice_gap(model, known, (a[position], b[position])) if iteration else float("inf")
             return StateDifference(stored.start, iteration, position, gap)
     if len(mine) != len(other):
         return StateDifference(stored.start, min(len(mine), len(other)), 0, float("inf"))
     return None
-
-
-@torch.inference_mode()
-def top_two_gap(model: PreTrainedModel, token_ids: Sequence[int]) -> float:
-    """Distance of the two largest logits after ``token_ids``."""
-    input_ids = torch.tensor([list(token_ids)], device=model.device)
-    logits = model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
-    best, second = logits.topk(2).values.tolist()
-    return float(best - second)

@@ -63,7 +63,6 @@ def reference_ids(
     return completion
 
 
-@torch.inference_mode()
 def first_difference(
     model: PreTrainedModel, prompt_ids: Sequence[int], reference: Sequence[int], token_ids: Sequence[int]
 ) -> Difference | None:
@@ -80,7 +79,19 @@ def first_difference(
         if len(reference) == len(token_ids):
             return None
         return Difference(min(len(reference), len(token_ids)), float("inf"))
-    prefix = torch.tensor([[*prompt_ids, *reference[:position]]], device=model.device)
-    logits = model(input_ids=prefix, use_cache=False, logits_to_keep=1).logits[0, -1].double()
-    chosen = logits[[reference[position], token_ids[position]]]
-    return Difference(position, float(logits.max() - chosen.min()))
+    prefix = [*prompt_ids, *reference[:position]]
+    return Difference(position, choice_gap(model, prefix, (reference[position], token_ids[position])))
+
+
+@torch.inference_mode()
+def choice_gap(model: PreTrainedModel, token_ids: Sequence[int], choices: Sequence[int]) -> float:
+    """Return how far the lowest logit of ``choices`` after ``token_ids`` lies below the best one.
+
+    Args:
+        model: with an attention of transformers.
+        token_ids: at least one.
+        choices: token ids that two decodes chose.
+    """
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
+    return float(logits.max() - logits[list(choices)].min())

@@ -207,6 +207,6 @@ def test_a_near_tie_is_counted_not_a_fault(
     change_block(copy, change)
     monkeypatch.setattr(validate, "load_model", lambda *_, **__: loaded)
     gap: dict[str, Any] = {"float32": 1e-6, "bfloat16": 0.5}
-    monkeypatch.setattr("jacobi_llm.data.sequential.top_two_gap", lambda *_: gap[dtype])
+    monkeypatch.setattr("jacobi_llm.data.sequential.choice_gap", lambda *_: gap[dtype])
     assert faults_of(copy, rerun=5) == []
     assert "1 blocks differ, 1 of them by rounding" in capsys.readouterr().out
