@@ -228,9 +228,13 @@ class GenerateConfig(Section):
     prompt: str | None = Field(None, description="one prompt")
     input: str | None = Field(None, description="JSONL file with id and prompt or messages; - reads standard input")
     format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
-    window: int = Field(16, ge=1, le=1024, description="window (tokens); 1 is plain AR")
+    window: int = Field(
+        16, ge=1, le=1024, description="window (tokens); 1 is plain AR; a trained checkpoint brings its own default"
+    )
     mode: DecodeMode = Field(DecodeMode.SLIDING, description="sliding (serving) or block")
-    fill: FillPolicy = Field(FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses")
+    fill: FillPolicy = Field(
+        FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses; a trained checkpoint brings its own default"
+    )
     max_tokens: int = Field(256, ge=1, description="longest completion (tokens)")
     ignore_eos: bool = Field(False, description="go on after an end-of-sequence token")
     on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")

@@ -12,13 +12,14 @@ import io
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from jacobi_llm.configs.checkpoint import load_checkpoint_config
 from jacobi_llm.configs.cli import EXIT_INTERRUPTED, Options
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import GenerateConfig, PromptFormat, Recipe
@@ -38,6 +39,7 @@ def run(recipe: Recipe, options: Options) -> int:
     """Run the command; return 0, 1 when some request could not run, or 130 when it was interrupted."""
     config = recipe.generate
     device = resolve_device(config.device)
+    take_checkpoint_settings(config, options.explicit)
     prompts = read_prompts(config)
     if options.dry_run:
         plan, faults = make_plan(recipe, device, prompts)
@@ -72,6 +74,22 @@ def run(recipe: Recipe, options: Options) -> int:
     report.close()
     print(tally.line(), file=sys.stderr)
     return 1 if tally.num_failed else 0
+
+
+def take_checkpoint_settings(config: GenerateConfig, explicit: Collection[str]) -> None:
+    """Start from the window and fill policy that the adapter or model was trained for, where nothing else was asked.
+
+    Args:
+        config: changed in place.
+        explicit: settings (``section.key``) that a flag or the recipe has set.
+    """
+    about = load_checkpoint_config(config.adapter) if config.adapter else load_checkpoint_config(config.model)
+    if about is None:
+        return
+    if "generate.window" not in explicit:
+        config.window = about.window
+    if "generate.fill" not in explicit:
+        config.fill = about.fill
 
 
 def read_prompts(config: GenerateConfig) -> list[Prompt]:

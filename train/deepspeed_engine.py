@@ -213,17 +213,17 @@ def _with_lora(loaded: LoadedModel, lora: LoraConfig, seed: int) -> nn.Module:
     from peft import get_peft_model
 
     torch.manual_seed(seed)
-    return get_peft_model(
-        loaded.model,
-        PeftLoraConfig(
-            task_type="CAUSAL_LM",
-            r=lora.rank,
-            lora_alpha=lora.alpha,  # type: ignore[arg-type]
-            lora_dropout=lora.dropout,
-            target_modules=lora.target_modules,
-        ),
-        autocast_adapter_dtype=False,
+    config = PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
     )
+    with warnings.catch_warnings():
+        # peft reads an attribute that transformers 5.24 has renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(loaded.model, config, autocast_adapter_dtype=False)
 
 
 def _check_trainable(loaded: LoadedModel) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from jacobi_llm.configs.checkpoint import CheckpointMode, JacobiCheckpointConfig, save_checkpoint_config
+from jacobi_llm.configs.schema import FillPolicy, GenerateConfig, ObjectiveName
 from jacobi_llm.infer import cli, generate
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.near_tie import first_difference, reference_ids
@@ -246,3 +248,26 @@ def test_near_tie_rule_finds_the_gap() -> None:
     short = first_difference(loaded.model, prompt, reference, reference[:4])
     assert short is not None
     assert not short.is_explained(bound=1e9)
+
+
+def test_the_window_of_the_checkpoint_is_the_default(tmp_path: Path) -> None:
+    about = JacobiCheckpointConfig(
+        mode=CheckpointMode.MERGED,
+        window=5,
+        fill=FillPolicy.PROMPT_DRAW,
+        acceptance_by_depth=[],
+        objective=ObjectiveName.AR,
+        data_sha256="0" * 64,
+        base_model="tiny",
+        tokens_trained=1,
+    )
+    save_checkpoint_config(about, tmp_path)
+    config = GenerateConfig(model=str(tmp_path))
+    generate.take_checkpoint_settings(config, explicit=())
+    assert (config.window, config.fill) == (5, FillPolicy.PROMPT_DRAW)
+    asked = GenerateConfig(model=str(tmp_path), window=3)
+    generate.take_checkpoint_settings(asked, explicit=("generate.window",))
+    assert (asked.window, asked.fill) == (3, FillPolicy.PROMPT_DRAW)
+    other = GenerateConfig(model="smollm2-135m")
+    generate.take_checkpoint_settings(other, explicit=())
+    assert other == GenerateConfig(model="smollm2-135m")
