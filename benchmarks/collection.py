@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +42,7 @@ from jacobi_llm.data.sequential import (
 )
 from jacobi_llm.data.sources import read_source
 from jacobi_llm.infer.engine import LLMEngine
-from jacobi_llm.infer.environment import describe_environment
+from jacobi_llm.infer.environment import describe_run
 from jacobi_llm.infer.models import LoadedModel, load_model
 from jacobi_llm.infer.near_tie import FP32_BOUND
 from jacobi_llm.infer.prompt import Prompt
@@ -104,8 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             taken.append(runs[way](prompts))
             say(f"repeat {repeat + 1} of {args.repeats}: {way} {taken[-1].wall_s:.1f} s, {taken[-1].num_rows} rows")
     result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]) if argv is None else shlex.join(argv),
+        **describe_run(args.threads),
         "model": args.model,
         "dtype": dtype.value,
         "input": args.input,
@@ -124,7 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for way in timings
             if way != "branches"
         },
-        "environment": describe_environment(args.threads),
     }
     write_atomically(args.output, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print(table(result))

@@ -28,7 +28,7 @@ from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.configs.schema import Dtype, EngineConfig, PromptFormat, Split
 from jacobi_llm.data.sources import read_source
 from jacobi_llm.infer.engine import LLMEngine
-from jacobi_llm.infer.environment import describe_environment
+from jacobi_llm.infer.environment import describe_run
 from jacobi_llm.infer.models import LoadedModel, load_model
 from jacobi_llm.infer.near_tie import FP32_BOUND, first_difference, reference_ids
 from jacobi_llm.infer.prompt import Message, Prompt, render_prompt
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bound": FP32_BOUND,
         "mismatches": [asdict(mismatch) for mismatch in mismatches],
         "wall_s": round(time.perf_counter() - started, 1),
-        "environment": describe_environment(args.threads),
+        **describe_run(args.threads),
     }
     write_atomically(args.output, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print(summary(result))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -20,7 +18,7 @@ from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.configs.schema import Recipe
 from jacobi_llm.infer.bench_cell import CellResult
-from jacobi_llm.infer.environment import describe_environment
+from jacobi_llm.infer.environment import describe_run
 
 _PIPED_TABLE_WIDTH = 140
 
@@ -67,8 +65,7 @@ def write_results(folder: Path, recipe: Recipe, device: str, num_prompts: int, r
     """
     config = recipe.bench
     record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
+        **describe_run(recipe.engine.num_threads),
         "model": config.model,
         "adapter": config.adapter,
         "dtype": config.dtype.value,
@@ -77,7 +74,6 @@ def write_results(folder: Path, recipe: Recipe, device: str, num_prompts: int, r
         "num_prompts": num_prompts,
         "config": config.model_dump(mode="json"),
         "engine": recipe.engine.model_dump(mode="json"),
-        "environment": describe_environment(recipe.engine.num_threads),
         "cells": [asdict(result) for result in results],
     }
     path = write_atomically(folder / "bench.json", json.dumps(record, indent=2) + "\n")

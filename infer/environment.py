@@ -10,7 +10,10 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,22 @@ def describe_environment(num_threads: int = 0) -> dict[str, Any]:
         "attention_backends": _quietly(_attention_backends) or {},
         "caches": _quietly(_caches) or {},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def describe_run(num_threads: int = 0) -> dict[str, Any]:
+    """Return what a result file says of its run: date, command and machine, without paths of this machine.
+
+    Args:
+        num_threads: as in :func:`describe_environment`.
+    """
+    environment = describe_environment(num_threads)
+    for private in ("caches", "variables"):
+        del environment[private]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "environment": environment,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,7 +38,10 @@ def quiet_libraries() -> Iterator[None]:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            # peft reads attributes that transformers has renamed.
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         for name, level in previous_levels.items():
             logging.getLogger(name).setLevel(level)

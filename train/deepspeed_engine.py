@@ -24,6 +24,7 @@ from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.fields import suggestion
 from jacobi_llm.configs.schema import Dtype, LoraConfig, LrSchedule, TrainConfig, Tune
 from jacobi_llm.infer.models import LoadedModel, load_model, resolve_model
+from jacobi_llm.infer.quiet import quiet_libraries
 from jacobi_llm.train.data_order import Ranks, num_micro_batches
 
 OWNED_KEYS = frozenset(
@@ -220,9 +221,7 @@ def _with_lora(loaded: LoadedModel, lora: LoraConfig, seed: int) -> nn.Module:
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
     )
-    with warnings.catch_warnings():
-        # peft reads an attribute that transformers 5.24 has renamed.
-        warnings.simplefilter("ignore", FutureWarning)
+    with quiet_libraries():
         return get_peft_model(loaded.model, config, autocast_adapter_dtype=False)
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.configs.schema import Recipe
 from jacobi_llm.infer.detokenizer import token_texts
-from jacobi_llm.infer.environment import describe_environment
+from jacobi_llm.infer.environment import describe_run
 from jacobi_llm.infer.prompt import Prompt
 from jacobi_llm.infer.request import RequestOutput
 from jacobi_llm.infer.view import render_ansi, render_html
@@ -87,12 +85,10 @@ def write_report(
         RunError: the folder cannot be written.
     """
     record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
+        **describe_run(recipe.engine.num_threads),
         "eval": recipe.eval.model_dump(mode="json"),
         "base_model": recipe.train.model,
         "dtype": recipe.train.dtype.value,
-        "environment": describe_environment(recipe.engine.num_threads),
         "rows": [asdict(row) for row in rows],
     }
     folder.mkdir(parents=True, exist_ok=True)
