@@ -273,12 +273,23 @@ def test_one_completion_that_meets_nan_costs_no_other(tiny_loaded: LoadedFactory
 # Kills of the whole command -----------------------------------------------------------------------------------------
 
 
-def collect_in_child(argv: Sequence[str], loaded: LoadedModel) -> multiprocessing.process.BaseProcess:
-    """Run ``jacobi-data collect`` in a forked process, which has the model already."""
+def collect_in_child(
+    argv: Sequence[str], loaded: LoadedModel, *, interrupted_at: int | None = None
+) -> multiprocessing.process.BaseProcess:
+    """Run ``jacobi-data collect`` in a forked process, which has the model already.
+
+    With ``interrupted_at`` the process gets SIGINT when it is about to write the shard of that number.
+    """
+
+    def interrupted(folder: Path, number: int, rows: Sequence[Trajectory]) -> tuple[str, str]:
+        if number == interrupted_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return write_shard(folder, number, rows)
 
     def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         collector.load_model = lambda *_, **__: loaded  # type: ignore[assignment]
+        collector.write_shard = interrupted
         sys.exit(cli.main(argv))
 
     child = multiprocessing.get_context("fork").Process(target=main)
@@ -304,7 +315,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(loaded: LoadedModel, ar
     num_killed = 0
     for _ in range(30):
         child = collect_in_child([*argv, "--output", str(tmp_path / "broken")], loaded)
-        child.join(draw.uniform(0.1, 0.6) * seconds)
+        child.join(draw.uniform(0.05, 0.4) * seconds)
         if child.exitcode is None:
             child.kill()
             num_killed += 1
@@ -324,15 +335,10 @@ def test_kills_at_random_moments_lose_and_double_nothing(loaded: LoadedModel, ar
 
 def test_an_interrupt_ends_with_130_and_whole_files(loaded: LoadedModel, argv: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "set"
-    child = collect_in_child([*argv, "--output", str(folder)], loaded)
-    deadline = time.monotonic() + 60
-    while not (folder / MANIFEST).exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert child.pid is not None
-    os.kill(child.pid, signal.SIGINT)
+    child = collect_in_child([*argv, "--output", str(folder)], loaded, interrupted_at=2)
     child.join(60)
     assert child.exitcode == 130
     manifest = Manifest.read(folder)
-    assert 0 < len(manifest.shards) < manifest.num_shards
+    assert sorted(manifest.shards) == [0, 1]
     assert len(list(read_trajectories(folder))) == manifest.num_rows
     assert not list(folder.glob("*.tmp"))
