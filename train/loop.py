@@ -234,7 +234,12 @@ class Trainer:
         return record
 
     def say_skipped(self, unusable: list[Trajectory]) -> None:
-        """Tell which trajectories are not trained on."""
+        """Tell which trajectories are not trained on: those that do not fit, and those not collected yet."""
+        if not self.manifest.is_complete:
+            self._say(
+                f"warning: {self.recipe.train.data}: {len(self.manifest.shards)} of {self.manifest.num_shards} shards "
+                "are collected; training on these (the same jacobi-data collect goes on with the rest)"
+            )
         if unusable:
             self._say(
                 f"warning: {len(unusable)} of {len(unusable) + len(self.order.trajectories)} trajectories skipped: "
