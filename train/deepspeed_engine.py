@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.resources
 import io
 import json
@@ -18,11 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from torch import nn
 
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.fields import suggestion
 from jacobi_llm.configs.schema import Dtype, LoraConfig, LrSchedule, TrainConfig, Tune
+from jacobi_llm.infer.embedded import cache_dir
 from jacobi_llm.infer.models import LoadedModel, load_model, resolve_model
 from jacobi_llm.infer.quiet import quiet_libraries
 from jacobi_llm.train.data_order import Ranks, num_micro_batches
@@ -73,12 +76,36 @@ def init_distributed() -> Ranks:
     # DeepSpeed calls collectives by names that this torch calls old.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not dist.is_initialized():
-        # The op that it may compile here is reported on standard output, where our JSON goes.
+        # The op that it compiles here is reported on standard output, where our JSON goes.
         with contextlib.redirect_stdout(sys.stderr if os.environ["RANK"] == "0" else io.StringIO()):
+            _compile_collectives()
             deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def _compile_collectives() -> None:
+    """Compile DeepSpeed's CPU collectives, or load them, one process after the other.
+
+    torch marks a running compilation by a file that outlives a killed process; whoever comes later waits for ever.
+    Here the lock dies with its holder, the folder is ours alone, and a mark that is found under the lock is stale.
+    """
+    if torch.cuda.is_available():
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    environment = hashlib.sha256(f"{sys.prefix} {torch.__version__}".encode()).hexdigest()[:12]
+    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_dir() / "torch_extensions" / environment)))
+    folder.mkdir(parents=True, exist_ok=True)
+    if os.environ["RANK"] == "0" and not any(folder.glob("*/*.so")):
+        print("compiling DeepSpeed's CPU collectives (once, up to 2 minutes)", file=sys.stderr, flush=True)
+    with FileLock(folder / "jacobi-llm.lock"):
+        for mark in folder.glob("*/lock"):
+            mark.unlink()
+        builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+        if builder is not None and builder.is_compatible(verbose=False):
+            builder.load(verbose=False)
 
 
 def deepspeed_config(train: TrainConfig, ranks: Ranks) -> dict[str, Any]:

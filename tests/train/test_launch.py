@@ -232,3 +232,26 @@ def test_killed_at_many_moments_of_many_saves(
     code, _, err = finish(start(None, config))
     assert code == 0, err
     assert records(run) == records(reference)
+
+
+def test_a_compilation_that_was_killed_holds_nobody_up() -> None:
+    """torch's mark of a running compilation outlives a killed process; without care the next run waits for ever."""
+    code = (
+        "import os, pathlib\n"
+        "from jacobi_llm.train.deepspeed_engine import init_distributed\n"
+        "init_distributed()\n"
+        "print(os.environ['TORCH_EXTENSIONS_DIR'])\n"
+    )
+
+    def run() -> str:
+        environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=250, check=True
+        )
+        return done.stdout.strip()
+
+    built = [path.parent for path in Path(run()).glob("*/*.so")]
+    for folder in built:
+        (folder / "lock").touch()
+    run()
+    assert not any((folder / "lock").exists() for folder in built)
