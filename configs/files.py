@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from jacobi_llm.configs.errors import RunError
+from jacobi_llm.configs.errors import RunError, UsageError
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -61,6 +61,25 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def make_folder(folder: Path, key: str) -> Path:
+    """Make an output folder before the work that fills it.
+
+    Args:
+        folder: made with its parents when absent.
+        key: the setting that names it, for the message.
+
+    Raises:
+        UsageError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{key}: {folder} cannot be made ({error.strerror}); choose another folder") from error
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{key}: {folder} cannot be written; choose another folder")
+    return folder
 
 
 def _umask() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Dtype(StrEnum):
@@ -183,7 +183,7 @@ class TrainConfig(Section):
     lr: float = Field(5e-5, gt=0, description="peak learning rate")
     lr_schedule: LrSchedule = Field(LrSchedule.COSINE, description="schedule after warm-up")
     warmup_ratio: float = Field(0.03, ge=0, le=1, description="share of updates that warm up")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas, each in [0, 1)")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping (global norm)")
     gradient_checkpointing: bool = Field(False, description="recompute activations to save memory")
@@ -198,6 +198,13 @@ class TrainConfig(Section):
     )
     seed: int = Field(0, ge=0, description="seed of data order, noise choice and LoRA initialisation")
     num_threads: int = Field(0, ge=0, description="CPU threads per rank; 0 leaves torch's own choice")
+
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("must both be at least 0 and below 1")
+        return betas
 
 
 class EvalConfig(Section):

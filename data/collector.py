@@ -126,6 +126,11 @@ class Collector:
         settings = collection_settings(self.config, self.loaded, self.prompts)
         fresh = Manifest(settings, package_versions(), num_shards, bad_input=bad_input or {})
         if not (folder / MANIFEST).exists():
+            if orphans := sorted(path.name for path in folder.glob("shard-*.parquet"))[1:]:
+                raise UsageError(
+                    f"collect.output: {folder} holds shards ({orphans[0]} and others) but no {MANIFEST}; "
+                    "restore it, or choose another folder"
+                )
             return fresh
         manifest = Manifest.read(folder)
         differences = _differences(manifest.settings, fresh.settings)

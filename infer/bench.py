@@ -19,6 +19,7 @@ from typing import Any
 
 from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import UsageError
+from jacobi_llm.configs.files import make_folder
 from jacobi_llm.configs.schema import BenchConfig, DecodeMode, EngineConfig, Recipe
 from jacobi_llm.infer.bench_cell import Cell, CellResult, summarise
 from jacobi_llm.infer.bench_report import check_plotting, print_table, write_results
@@ -39,6 +40,7 @@ def run(recipe: Recipe, options: Options) -> int:
     device = resolve_device(config.device)
     if config.output is not None:
         check_plotting()
+        make_folder(Path(config.output), "bench.output")
     prompts = _draw_prompts(config)
     cells = make_cells(config, len(prompts))
     if options.dry_run:
@@ -48,13 +50,13 @@ def run(recipe: Recipe, options: Options) -> int:
     check_format(config.format, loaded.tokenizer, config.model)
     prompt_ids = [tuple(render_prompt(prompt, loaded.tokenizer, config.format)) for prompt in prompts]
     results = run_cells(loaded, _engine_config(recipe.engine, cells), config, prompt_ids, cells)
-    if config.output is not None:
-        write_results(Path(config.output), recipe, device, len(prompts), results)
     if options.json:
         for result in results:
             print(json.dumps(asdict(result)))
     else:
         print_table(results, f"{config.model}, {config.dtype.value}, {device}, {len(prompts)} prompts")
+    if config.output is not None:
+        write_results(Path(config.output), recipe, device, len(prompts), results)
     return 0
 
 

@@ -127,8 +127,8 @@ def parse_prompt(record: object, *, source: str = "-", source_index: int = 0, de
         messages=messages,
         text=text,
         completion=_string(record, "response") if completion is None else completion,
-        group=_string(record, "group"),
-        answer=_string(record, "answer"),
+        group=_text_or_number(record, "group"),
+        answer=_text_or_number(record, "answer"),
     )
 
 
@@ -298,6 +298,13 @@ def _string(record: Mapping[Any, Any], key: str) -> str | None:
     if not isinstance(value, str):
         raise BadRecordError(f"'{key}' is not a string", f"'{key}' is {_kind(value)}, not a string")
     return _checked_text(value, f"'{key}'")
+
+
+def _text_or_number(record: Mapping[Any, Any], key: str) -> str | None:
+    value = record.get(key)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return _string(record, key)
 
 
 def _checked_text(text: str, place: str) -> str:

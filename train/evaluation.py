@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import UsageError
+from jacobi_llm.configs.files import make_folder
 from jacobi_llm.configs.schema import Recipe
 from jacobi_llm.infer.device import resolve_device
 from jacobi_llm.infer.engine import LLMEngine
@@ -51,6 +52,8 @@ def run(recipe: Recipe, options: Options) -> int:
     trained_path = Path(recipe.train.output) / FINAL
     if not trained_path.is_dir():
         raise UsageError(f"{trained_path}: no trained model here; run jacobi-train run first, or set train.output")
+    if recipe.eval.output:
+        make_folder(Path(recipe.eval.output), "eval.output")
     device = resolve_device("auto")
     models = {
         "base": load_model(recipe.train.model, dtype=recipe.train.dtype, device=device),

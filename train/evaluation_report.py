@@ -91,7 +91,6 @@ def write_report(
         "dtype": recipe.train.dtype.value,
         "rows": [asdict(row) for row in rows],
     }
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "evaluation.json", json.dumps(record, indent=2) + "\n")
     html = render_html(
         token_texts(tokenizer, output.token_ids), output.commit_lengths, title="Which pass fixed which token"

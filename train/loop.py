@@ -30,7 +30,7 @@ import torch.distributed as dist
 from jacobi_llm.configs.checkpoint import CheckpointMode, JacobiCheckpointConfig, load_checkpoint_config
 from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import JacobiError, RunError, UsageError
-from jacobi_llm.configs.files import write_atomically
+from jacobi_llm.configs.files import make_folder, write_atomically
 from jacobi_llm.configs.loader import save_resolved
 from jacobi_llm.configs.schema import LrSchedule, Recipe, Tune
 from jacobi_llm.data.collector import tokenizer_sha256
@@ -92,7 +92,7 @@ class StepReport:
 def run(recipe: Recipe, options: Options) -> int:
     """Train, or go on from the newest complete checkpoint of ``train.output``."""
     if options.dry_run:
-        print(_plan(recipe), file=sys.stderr)
+        print(json.dumps({"plan": _plan(recipe)}) if options.json else _plan(recipe))
         return 0
     try:
         return _train(recipe, options)
@@ -152,6 +152,8 @@ class Trainer:
         self.manifest = manifest
         self.is_json = is_json
         self.folder = Path(recipe.train.output)
+        # Read now, so that a fault in it costs no training.
+        self.heldout = HeldOut.read(recipe.eval, training.loaded)
         self.num_tokens_trained = 0
         self._settings = run_settings(recipe, manifest.data_sha256, training.zero_stage, order.num_steps)
         self._received: signal.Signals | None = None
@@ -211,17 +213,16 @@ class Trainer:
     def evaluate(self, step: int) -> dict[str, Any]:
         """Decode the held-out prompts at the configured window; every rank takes part (ZeRO-3 gathers in lockstep)."""
         config = self.recipe.eval
-        heldout = HeldOut.read(config, self.training.loaded)
         model = self.training.loaded.model.eval()
         engine = LLMEngine(replace(self.training.loaded, model=model), self.recipe.engine)
-        measured = heldout.decode(engine, window=config.window)
+        measured = self.heldout.decode(engine, window=config.window)
         record = {
             "kind": "eval",
             "step": step,
             "window": config.window,
             "tokens_per_forward": round(measured.tpf, 4),
             "repetition": round(repetition(measured.outputs), 4),
-            "share_correct": heldout.share_correct(measured.outputs, self.training.loaded.tokenizer),
+            "share_correct": self.heldout.share_correct(measured.outputs, self.training.loaded.tokenizer),
             "acceptance_by_depth": [
                 round(share, 4) for share in acceptance_by_depth(measured.outputs, config.window, config.max_tokens)
             ],
@@ -256,7 +257,7 @@ class Trainer:
                 "folder or delete it"
             )
         if self.ranks.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder, "train.output")
             save_resolved(self.recipe, self.folder)
             self._cut_metrics(found.step if found else 0)
         if found is None:

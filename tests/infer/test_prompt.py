@@ -59,7 +59,7 @@ def test_content_null_and_parts() -> None:
         ({"prompt": 3}, "'prompt' is not a string"),
         ({"prompt": "a\ud800"}, "text that is not Unicode"),
         ({"prompt": "a", "id": 1.5}, "bad id"),
-        ({"prompt": "a", "answer": 4}, "'answer' is not a string"),
+        ({"prompt": "a", "answer": [4]}, "'answer' is not a string"),
         ({"messages": []}, "empty 'messages'"),
         ({"messages": "hi"}, "'messages' is not a list"),
         ({"messages": ["hi"]}, "message is not an object"),
@@ -226,3 +226,8 @@ def test_rendering_refuses_clearly() -> None:
     tokenizer.chat_template = None
     with pytest.raises(UsageError, match="--raw"):
         render_prompt(parse_prompt({"prompt": "hi"}), tokenizer, PromptFormat.CHAT)
+
+
+def test_answers_and_groups_may_be_numbers() -> None:
+    prompt = parse_prompt({"prompt": "2 + 2?", "answer": 4, "group": 3})
+    assert (prompt.answer, prompt.group) == ("4", "3")
