@@ -288,6 +288,8 @@ def collect_in_child(
 
     def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        # A suite started in the background inherits an ignored SIGINT, and Python leaves it so.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         collector.load_model = lambda *_, **__: loaded  # type: ignore[assignment]
         collector.write_shard = interrupted
         sys.exit(cli.main(argv))
