@@ -20,9 +20,19 @@ class Dtype(StrEnum):
 
 
 class AttentionBackend(StrEnum):
-    """How attention over the pages is computed."""
+    """How attention over the pages is computed; auto takes native on a CPU with a C++ compiler, else sdpa."""
 
+    AUTO = "auto"
+    NATIVE = "native"
     SDPA = "sdpa"
+
+
+class CompileMode(StrEnum):
+    """Whether the forward pass is compiled (CPU); auto compiles models of 50 million weights and more."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
 
 
 class FillPolicy(StrEnum):
@@ -99,7 +109,15 @@ class Section(BaseModel):
 class EngineConfig(Section):
     """The decoding engine: memory and batch limits."""
 
-    attention: AttentionBackend = Field(AttentionBackend.SDPA, description="attention backend")
+    attention: AttentionBackend = Field(
+        AttentionBackend.AUTO, description="attention backend: auto, native (CPU, needs g++) or sdpa"
+    )
+    compile: CompileMode = Field(
+        CompileMode.AUTO, description="compile the forward pass: auto (CPU, models from 50 M weights), on or off"
+    )
+    batch_invariant: bool = Field(
+        False, description="same bits whatever shares the pass (CPU; about 1.1 to 1.4 times the cost)"
+    )
     page_size: int = Field(16, ge=1, description="K/V slots per page (tokens)")
     kv_memory_mib: int = Field(1024, ge=1, description="memory for all K/V pages (MiB)")
     max_num_seqs: int = Field(64, ge=1, description="requests that decode at the same time")

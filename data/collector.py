@@ -247,7 +247,7 @@ class Collector:
             for branches in per_completion:
                 if not all(branch.is_finite for branch in branches):
                     # The next owner of these pages must not meet what is in them.
-                    self.engine.runner.cache.clear(branches[0].target.block_table)
+                    self.engine.runner.backend.clear(branches[0].target.block_table)
         finally:
             for output in outputs:
                 self.engine.release(output.id)

@@ -11,8 +11,8 @@ import torch
 
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.schema import EngineConfig
-from jacobi_llm.infer.kv_pages import KVCache, PagePool, bytes_per_token, num_pages_for
-from jacobi_llm.infer.model_runner import ModelRunner
+from jacobi_llm.infer.kv_pages import PagePool, bytes_per_token, num_pages_for
+from jacobi_llm.infer.model_runner import make_runner
 from jacobi_llm.infer.models import LoadedModel
 from jacobi_llm.infer.request import Request, RequestOutput, Sequence, StepOutput
 from jacobi_llm.infer.rule import commit
@@ -36,7 +36,7 @@ class LLMEngine:
         num_pages = num_pages_for(model.config, model.dtype, config.page_size, config.kv_memory_mib << 20)
         self.pool = PagePool(num_pages, config.page_size)
         self.kv_bytes_per_token = bytes_per_token(model.config, model.dtype)
-        self.runner = ModelRunner(model, KVCache(num_pages, config.page_size, model.dtype, model.device))
+        self.runner = make_runner(model, config, num_pages, loaded.name)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=config.max_num_seqs,

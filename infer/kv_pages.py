@@ -86,8 +86,8 @@ class KVCache:
     def write(self, layer_idx: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store rows. ``slots`` [R] int64; ``key`` and ``value`` [R, num_kv_heads, head_dim]."""
         if layer_idx not in self.keys:
-            self.keys[layer_idx] = _lazy_zeros((self.num_slots, *key.shape[1:]), self.dtype, self.device)
-            self.values[layer_idx] = _lazy_zeros((self.num_slots, *value.shape[1:]), self.dtype, self.device)
+            self.keys[layer_idx] = lazy_zeros((self.num_slots, *key.shape[1:]), self.dtype, self.device)
+            self.values[layer_idx] = lazy_zeros((self.num_slots, *value.shape[1:]), self.dtype, self.device)
         self.keys[layer_idx].index_copy_(0, slots, key.to(self.dtype))
         self.values[layer_idx].index_copy_(0, slots, value.to(self.dtype))
 
@@ -98,7 +98,7 @@ class KVCache:
             stored.view(-1, self.page_size, *stored.shape[1:]).index_fill_(0, index, 0)
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on a CPU their memory is taken as it is written, so that a large pool costs nothing idle."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -2,33 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-from jacobi_llm.configs.errors import UsageError
-from jacobi_llm.infer.attention import ATTENTION_NAME, PassLayout, running_pass
+from jacobi_llm.configs.errors import RunError, UsageError
+from jacobi_llm.configs.schema import AttentionBackend, CompileMode, EngineConfig
+from jacobi_llm.infer.attention import SdpaBackend
+from jacobi_llm.infer.compiled_forward import compile_forward
 from jacobi_llm.infer.kv_pages import KVCache
+from jacobi_llm.infer.native import compiler
+from jacobi_llm.infer.native_attention import PAGE_SIZES, NativeBackend
+from jacobi_llm.infer.pass_inputs import PassInputs
+from jacobi_llm.infer.projections import Projections, check_all_linear
 from jacobi_llm.infer.row_group import RowGroup
+
+# Smaller models are over before their compiler is.
+MIN_WEIGHTS_TO_COMPILE = 50_000_000
+
+
+class Backend(Protocol):
+    """Pages and attention of one engine.
+
+    Attributes:
+        attention_name: what it is registered as with transformers.
+        has_attended: whether some layer called it in the last eager pass.
+    """
+
+    attention_name: str
+
+    @property
+    def has_attended(self) -> bool: ...
+
+    def running(self, groups: Sequence[RowGroup]) -> AbstractContextManager[PassInputs]:
+        """Announce a pass; the model must run within the block, once."""
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero the K/V of ``pages``."""
 
 
 class ModelRunner:
     """One model, one set of pages.
 
-    The model's attention implementation is switched for the length of a pass only, so that the trainer can decode
-    with the module it trains.
+    The model's attention implementation is switched at the first pass; :meth:`detach` gives it back, for whoever goes
+    on with the model in another way (the trainer trains it, a reference decodes with it).
 
     Attributes:
         num_passes, num_rows: passes run and rows forwarded since construction.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
+    def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
         self.model = model
-        self.cache = cache
+        self.backend = backend
         self.num_passes = 0
         self.num_rows = 0
+        self._own_attention: str | None = None
+        self._installed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._compiled: Callable[[PassInputs], torch.Tensor] | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
 
     @torch.no_grad()
     def forward(self, groups: Sequence[RowGroup]) -> torch.Tensor:
@@ -42,33 +81,112 @@ class ModelRunner:
         """
         if any(group.adapter is not None for group in groups):
             raise UsageError("adapters chosen per request are not supported yet; merge one with --adapter")
-        layout = PassLayout.build(groups, self.cache.page_size, self.cache.device)
-        with self._paged_attention(), running_pass(layout, self.cache) as running:
+        with self.backend.running(groups) as inputs:
+            logits = self._compiled(inputs) if self._compiled else self._eager(inputs)
+        self.num_passes += 1
+        self.num_rows += inputs.num_rows
+        return logits
+
+    def pack(self, projections: Projections) -> None:
+        """Run eager passes over packed linear layers."""
+        self._installed = projections.installed
+
+    @torch.no_grad()
+    def compile(self, projections: Projections, name: str) -> None:
+        """Run later passes through a compiled program.
+
+        Raises:
+            RunError: the model does not compile.
+            UsageError: the model is not one that the engine runs.
+        """
+        # Shows that the model runs, and allocates the pages of every layer. No request owns page 0 yet.
+        with self.backend.running([RowGroup([0], 0, [0])]) as inputs:
+            self._eager(inputs)
+        self._compiled = compile_forward(self.model, projections, name)
+
+    def detach(self) -> None:
+        """Give the model its own attention back; the next pass takes it again."""
+        if self._own_attention is not None:
+            self.model.set_attn_implementation(self._own_attention)
+            self._own_attention = None
+
+    def _eager(self, inputs: PassInputs) -> torch.Tensor:
+        self._attach()
+        with self._installed():
             output = self.model(
-                input_ids=layout.input_ids,
-                position_ids=layout.position_ids,
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
                 use_cache=False,
-                logits_to_keep=layout.logit_rows,
+                logits_to_keep=inputs.logit_rows,
             )
-        if not running.layers_seen:
+        if not self.backend.has_attended:
             raise UsageError(
                 f"{type(self.model).__name__} does not call the attention it was given; this model is not supported"
             )
-        self.num_passes += 1
-        self.num_rows += layout.num_rows
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    @contextmanager
-    def _paged_attention(self) -> Iterator[None]:
-        config = self.model.config
+    def _attach(self) -> None:
+        config, name = self.model.config, self.backend.attention_name
+        if config._attn_implementation == name:
+            return
         before = config._attn_implementation
-        if before != ATTENTION_NAME:
-            self.model.set_attn_implementation(ATTENTION_NAME)
-            if config._attn_implementation != ATTENTION_NAME:
-                raise UsageError(f"model type {config.model_type} does not take another attention implementation")
+        self.model.set_attn_implementation(name)
+        if config._attn_implementation != name:
+            raise UsageError(f"model type {config.model_type} does not take another attention implementation")
+        self._own_attention = before
+
+
+def make_runner(model: PreTrainedModel, config: EngineConfig, num_pages: int, name: str) -> ModelRunner:
+    """Choose backend and forward for this model and machine.
+
+    Args:
+        model: in eval mode, on its device.
+        config: settings.
+        num_pages: K/V pages.
+        name: what the model is called in messages.
+
+    Raises:
+        UsageError: settings that this machine or model cannot fulfil.
+        RunError: the compiler fails, and compilation was asked for.
+    """
+    kind = _attention_for(config, model.device)
+    if kind is AttentionBackend.SDPA:
+        _refuse_native_settings(config, "the sdpa attention")
+        return ModelRunner(model, SdpaBackend(KVCache(num_pages, config.page_size, model.dtype, model.device)))
+    backend = NativeBackend(num_pages, config.page_size, model.dtype, is_batch_invariant=config.batch_invariant)
+    runner = ModelRunner(model, backend)
+    wants_compiled = config.compile is CompileMode.ON or (
+        config.compile is CompileMode.AUTO and model.num_parameters() >= MIN_WEIGHTS_TO_COMPILE
+    )
+    if not wants_compiled and not config.batch_invariant:
+        return runner
+    if config.batch_invariant:
+        check_all_linear(model)
+    projections = Projections(model, backend.handle)
+    if config.batch_invariant:
+        runner.pack(projections)
+    if wants_compiled:
         try:
-            yield
-        finally:
-            if before != ATTENTION_NAME:
-                self.model.set_attn_implementation(before)
+            runner.compile(projections, name)
+        except RunError as error:
+            if config.compile is CompileMode.ON:
+                raise
+            print(f"warning: {error}; going on uncompiled", file=sys.stderr)
+    return runner
+
+
+def _attention_for(config: EngineConfig, device: torch.device) -> AttentionBackend:
+    if config.attention is AttentionBackend.NATIVE and device.type != "cpu":
+        raise UsageError("engine.attention: native is for CPUs; use sdpa or auto")
+    if config.attention is not AttentionBackend.AUTO:
+        return config.attention
+    is_possible = device.type == "cpu" and config.page_size in PAGE_SIZES and compiler() is not None
+    return AttentionBackend.NATIVE if is_possible else AttentionBackend.SDPA
+
+
+def _refuse_native_settings(config: EngineConfig, what: str) -> None:
+    if config.compile is CompileMode.ON:
+        raise UsageError(f"engine.compile: on needs the native attention (CPU, g++, pages of 16), this is {what}")
+    if config.batch_invariant:
+        raise UsageError(f"engine.batch_invariant needs the native attention (CPU, g++, pages of 16), this is {what}")

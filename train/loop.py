@@ -32,7 +32,7 @@ from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import JacobiError, RunError, UsageError
 from jacobi_llm.configs.files import make_folder, write_atomically
 from jacobi_llm.configs.loader import save_resolved
-from jacobi_llm.configs.schema import LrSchedule, Recipe, Tune
+from jacobi_llm.configs.schema import CompileMode, LrSchedule, Recipe, Tune
 from jacobi_llm.data.collector import tokenizer_sha256
 from jacobi_llm.data.record import Trajectory
 from jacobi_llm.data.store import Manifest, read_trajectories
@@ -214,8 +214,11 @@ class Trainer:
         """Decode the held-out prompts at the configured window; every rank takes part (ZeRO-3 gathers in lockstep)."""
         config = self.recipe.eval
         model = self.training.loaded.model.eval()
-        engine = LLMEngine(replace(self.training.loaded, model=model), self.recipe.engine)
+        # The weights change after every update: a compiled forward holds copies of them.
+        settings = self.recipe.engine.model_copy(update={"compile": CompileMode.OFF, "batch_invariant": False})
+        engine = LLMEngine(replace(self.training.loaded, model=model), settings)
         measured = self.heldout.decode(engine, window=config.window)
+        engine.runner.detach()
         record = {
             "kind": "eval",
             "step": step,

@@ -179,4 +179,4 @@ def test_lower_precisions_run(family: str, dtype: torch.dtype) -> None:
     engine = make_engine(loaded, page_size=4)
     tape = run_checked(engine, requests)
     assert all(len(output.token_ids) == 20 for output in tape.outputs.values())
-    assert engine.runner.cache.keys[0].dtype == dtype
+    assert engine.runner.backend.keys[0].dtype == dtype
