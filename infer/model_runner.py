@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from jacobi_llm.configs.schema import AttentionBackend, CompileMode, EngineConfi
 from jacobi_llm.infer.attention import SdpaBackend
 from jacobi_llm.infer.compiled_forward import compile_forward
 from jacobi_llm.infer.kv_pages import KVCache
-from jacobi_llm.infer.native import compiler
+from jacobi_llm.infer.native import compiler, load_operators
 from jacobi_llm.infer.native_attention import PAGE_SIZES, NativeBackend
 from jacobi_llm.infer.pass_inputs import PassInputs
 from jacobi_llm.infer.projections import Projections, check_all_linear
@@ -49,8 +49,8 @@ class Backend(Protocol):
 class ModelRunner:
     """One model, one set of pages.
 
-    The model's attention implementation is switched at the first pass; :meth:`detach` gives it back, for whoever goes
-    on with the model in another way (the trainer trains it, a reference decodes with it).
+    The model's attention implementation is switched for the length of an eager pass only, so that the trainer can
+    decode with the module it trains, and a reference with the same weights.
 
     Attributes:
         num_passes, num_rows: passes run and rows forwarded since construction.
@@ -61,7 +61,6 @@ class ModelRunner:
         self.backend = backend
         self.num_passes = 0
         self.num_rows = 0
-        self._own_attention: str | None = None
         self._installed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._compiled: Callable[[PassInputs], torch.Tensor] | None = None
 
@@ -102,17 +101,11 @@ class ModelRunner:
         # Shows that the model runs, and allocates the pages of every layer. No request owns page 0 yet.
         with self.backend.running([RowGroup([0], 0, [0])]) as inputs:
             self._eager(inputs)
-        self._compiled = compile_forward(self.model, projections, name)
-
-    def detach(self) -> None:
-        """Give the model its own attention back; the next pass takes it again."""
-        if self._own_attention is not None:
-            self.model.set_attn_implementation(self._own_attention)
-            self._own_attention = None
+        with self._own_attention():
+            self._compiled = compile_forward(self.model, projections, name)
 
     def _eager(self, inputs: PassInputs) -> torch.Tensor:
-        self._attach()
-        with self._installed():
+        with self._own_attention(), self._installed():
             output = self.model(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
@@ -126,15 +119,17 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _attach(self) -> None:
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
         config, name = self.model.config, self.backend.attention_name
-        if config._attn_implementation == name:
-            return
         before = config._attn_implementation
         self.model.set_attn_implementation(name)
         if config._attn_implementation != name:
             raise UsageError(f"model type {config.model_type} does not take another attention implementation")
-        self._own_attention = before
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
 
 
 def make_runner(model: PreTrainedModel, config: EngineConfig, num_pages: int, name: str) -> ModelRunner:
@@ -150,8 +145,7 @@ def make_runner(model: PreTrainedModel, config: EngineConfig, num_pages: int, na
         UsageError: settings that this machine or model cannot fulfil.
         RunError: the compiler fails, and compilation was asked for.
     """
-    kind = _attention_for(config, model.device)
-    if kind is AttentionBackend.SDPA:
+    if _attention_for(config, model.device) is AttentionBackend.SDPA:
         _refuse_native_settings(config, "the sdpa attention")
         return ModelRunner(model, SdpaBackend(KVCache(num_pages, config.page_size, model.dtype, model.device)))
     backend = NativeBackend(num_pages, config.page_size, model.dtype, is_batch_invariant=config.batch_invariant)
@@ -181,8 +175,14 @@ def _attention_for(config: EngineConfig, device: torch.device) -> AttentionBacke
         raise UsageError("engine.attention: native is for CPUs; use sdpa or auto")
     if config.attention is not AttentionBackend.AUTO:
         return config.attention
-    is_possible = device.type == "cpu" and config.page_size in PAGE_SIZES and compiler() is not None
-    return AttentionBackend.NATIVE if is_possible else AttentionBackend.SDPA
+    if device.type != "cpu" or config.page_size not in PAGE_SIZES or compiler() is None:
+        return AttentionBackend.SDPA
+    try:
+        load_operators()
+    except RunError as error:
+        print(f"warning: {error}; going on with the sdpa attention", file=sys.stderr)
+        return AttentionBackend.SDPA
+    return AttentionBackend.NATIVE
 
 
 def _refuse_native_settings(config: EngineConfig, what: str) -> None:

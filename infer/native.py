@@ -21,7 +21,10 @@ from jacobi_llm.configs.errors import RunError
 from jacobi_llm.infer.embedded import cache_dir
 
 SOURCE = Path(__file__).parent / "csrc" / "operators.cpp"
-FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno")
+FLAGS = (
+    *("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-std=c++20", "-fPIC", "-shared"),
+    *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
+)
 
 
 def compiler() -> str | None:
@@ -31,7 +34,7 @@ def compiler() -> str | None:
 
 @functools.cache
 def load_operators() -> None:
-    """Make ``torch.ops.jacobi_llm`` available; compiles on first use (about half a minute).
+    """Make ``torch.ops.jacobi_llm`` available; compiles on first use (about 10 seconds).
 
     Raises:
         RunError: no compiler, or it fails.
@@ -75,7 +78,7 @@ def operators_fingerprint() -> str:
 def _find_compiler() -> str:
     command = compiler()
     if command is None:
-        raise RunError("no C++ compiler found for the native attention; install g++ or use --engine.attention sdpa")
+        raise RunError("no C++ compiler found for the native operators; install g++ or use --engine.attention sdpa")
     return command
 
 
@@ -98,7 +101,7 @@ def _cpu_name() -> str:
 def _compile(command: str, target: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    print("compiling the native attention (once, about half a minute)", file=sys.stderr, flush=True)
+    print("compiling the native operators (once, about 10 seconds)", file=sys.stderr, flush=True)
     partial = target.with_suffix(f".{os.getpid()}.tmp")
     flags = [
         *FLAGS,
@@ -113,5 +116,5 @@ def _compile(command: str, target: Path) -> None:
     if done.returncode != 0:
         partial.unlink(missing_ok=True)
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:300])
-        raise RunError(f"the native attention does not compile ({first}); use --engine.attention sdpa")
+        raise RunError(f"the native operators do not compile ({first})")
     os.replace(partial, target)

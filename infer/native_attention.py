@@ -36,9 +36,7 @@ class NativeBackend:
 
     attention_name = "jacobi_native"
 
-    def __init__(
-        self, num_pages: int, page_size: int, dtype: torch.dtype, *, is_batch_invariant: bool = False
-    ) -> None:
+    def __init__(self, num_pages: int, page_size: int, dtype: torch.dtype, *, is_batch_invariant: bool = False) -> None:
         if page_size not in PAGE_SIZES:
             raise UsageError(
                 f"engine.page_size: the native attention has pages of {', '.join(map(str, PAGE_SIZES))} tokens, not "
@@ -79,7 +77,7 @@ class NativeBackend:
             stored.index_fill_(0, index, 0)
 
     def attend(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, module: nn.Module) -> None:
-        """Note that a layer attends; allocate its pages the first time. ``key`` [1, K, R, D], ``value`` [1, K, R, E]."""
+        """Note that a layer attends, with ``key`` [1, K, R, D] and ``value`` [1, K, R, E]; allocate its pages once."""
         refuse_repeated_layer(module, layer_idx, self._layers_seen)
         self._layers_seen.add(layer_idx)
         if layer_idx not in self.keys:

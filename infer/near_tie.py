@@ -7,15 +7,11 @@ anything else is a fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-
-from jacobi_llm.infer.attention import ATTENTION_NAME
-from jacobi_llm.infer.native_attention import NativeBackend
 
 FP32_BOUND = 1e-4
 
@@ -37,21 +33,6 @@ class Difference:
         return self.gap < bound
 
 
-@contextmanager
-def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block the model has an attention of transformers, also when an engine has put in its own."""
-    before = model.config._attn_implementation
-    if before not in (ATTENTION_NAME, NativeBackend.attention_name):
-        yield
-        return
-    # transformers chooses in the same way when it loads a model.
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 @torch.inference_mode()
 def reference_ids(
     model: PreTrainedModel, prompt_ids: Sequence[int], *, max_tokens: int, stop_token_ids: Sequence[int]
@@ -59,7 +40,7 @@ def reference_ids(
     """Decode greedily with transformers' own ``generate``, one prompt alone.
 
     Args:
-        model: an engine may be using it too.
+        model: with an attention of transformers.
         prompt_ids: at least one token.
         max_tokens: longest completion (tokens).
         stop_token_ids: every id that ends it; empty for none.
@@ -75,8 +56,7 @@ def reference_ids(
     # generate fills what is not set here from the model's own settings, which may stop, sample or penalise.
     models_own, model.generation_config = model.generation_config, settings
     try:
-        with plain_attention(model):
-            output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))  # type: ignore[operator]
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))  # type: ignore[operator]
     finally:
         model.generation_config = models_own
     completion: list[int] = output[0, len(prompt_ids) :].tolist()
@@ -108,11 +88,10 @@ def choice_gap(model: PreTrainedModel, token_ids: Sequence[int], choices: Sequen
     """Return how far the lowest logit of ``choices`` after ``token_ids`` lies below the best one.
 
     Args:
-        model: an engine may be using it too.
+        model: with an attention of transformers.
         token_ids: at least one.
         choices: token ids that two decodes chose.
     """
     ids = torch.tensor([list(token_ids)], device=model.device)
-    with plain_attention(model):
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
     return float(logits.max() - logits[list(choices)].min())

@@ -112,9 +112,7 @@ class Projections:
     def _add_fused(self, parent_name: str, parent: nn.Module, names: tuple[str, ...]) -> None:
         parts = [_weight_of(parent.get_submodule(name)) for name in names]
         biases = [bias for _, bias in parts if bias is not None]
-        projection = self._register(
-            torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None
-        )
+        projection = self._register(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None)
         sizes = [weight.shape[0] for weight, _ in parts]
         wide = _Wide(projection, sizes)
         for number, name in enumerate(names):
@@ -129,11 +127,8 @@ class Projections:
 
     def _register(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
         is_packed = weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
-        if is_packed:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
-        else:
-            packed = weight
-        index: int = torch.ops.jacobi_llm.add_projection(self._handle, packed, bias, is_packed)
+        stored = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS) if is_packed else weight
+        index: int = torch.ops.jacobi_llm.add_projection(self._handle, stored, bias, is_packed)
         return Projection(index, weight.shape[0])
 
 

@@ -218,7 +218,6 @@ class Trainer:
         settings = self.recipe.engine.model_copy(update={"compile": CompileMode.OFF, "batch_invariant": False})
         engine = LLMEngine(replace(self.training.loaded, model=model), settings)
         measured = self.heldout.decode(engine, window=config.window)
-        engine.runner.detach()
         record = {
             "kind": "eval",
             "step": step,

@@ -451,6 +451,9 @@ void add_low_rank(const at::Tensor& input, const LowRank& update, const at::Tens
 at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out_features) {
   TORCH_CHECK(running.model, "linear was called outside a pass of the engine");
   const Projection& projection = running.model->projections.at(index);
+  std::vector<int64_t> shape = input.sizes().vec();
+  shape.back() = out_features;
+  if (input.numel() == 0) return at::empty(shape, input.options());
   const at::Tensor rows = input.reshape({-1, input.size(-1)});
   at::Tensor output = running.is_tiled
       ? in_tiles(rows, [&](const at::Tensor& x) { return product(x, projection); })
@@ -463,8 +466,6 @@ at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out_features) 
     if (found == updates.end()) continue;
     for (const LowRank& update : found->second) add_low_rank(rows, update, rows_of.rows, output);
   }
-  std::vector<int64_t> shape = input.sizes().vec();
-  shape.back() = out_features;
   return output.view(shape);
 }
 

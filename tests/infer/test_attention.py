@@ -21,7 +21,6 @@ from jacobi_llm.infer.attention import ATTENTION_NAME, Bucket, PassLayout, SdpaB
 from jacobi_llm.infer.kv_pages import KVCache
 from jacobi_llm.infer.model_runner import ModelRunner
 from jacobi_llm.infer.native_attention import NativeBackend
-from jacobi_llm.infer.near_tie import plain_attention
 from jacobi_llm.infer.row_group import RowGroup
 
 CPU = torch.device("cpu")
@@ -341,7 +340,7 @@ def test_branches_and_guess_rows_equal_plain_forwards(
     logits = runner.forward(groups).split([group.num_logit_rows for group in groups])
     texts = [text, text[:13] + branch, text[:21] + guess, text[5:12], text[5:7] + branch]
     for group, own, whole in zip(groups, logits, texts, strict=True):
-        with torch.inference_mode(), plain_attention(model):
+        with torch.inference_mode():
             expected = model(torch.tensor([whole]), use_cache=False).logits[0, -group.num_logit_rows :]
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
     written = {(table[position // page_size], position % page_size) for position in range(19, 23)}
@@ -355,9 +354,9 @@ def test_branches_and_guess_rows_equal_plain_forwards(
 def test_the_models_own_attention_is_put_back(tiny_model: Callable[..., PreTrainedModel]) -> None:
     model = tiny_model("llama")
     runner = ModelRunner(model, SdpaBackend(KVCache(2, 4, model.dtype, CPU)))
-    runner.forward([RowGroup([0], 0, [1])])
-    assert model.config._attn_implementation == ATTENTION_NAME
+    with runner._own_attention():
+        assert model.config._attn_implementation == ATTENTION_NAME
+    assert model.config._attn_implementation == "sdpa"
     with pytest.raises(IndexError):
         runner.forward([RowGroup([0], 0, [10**6])])
-    runner.detach()
     assert model.config._attn_implementation == "sdpa"

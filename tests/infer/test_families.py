@@ -15,11 +15,13 @@ from transformers import AutoConfig, PreTrainedModel
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import DecodeMode, Dtype, FillPolicy
 from jacobi_llm.infer.models import LoadedModel, check_supported, load_model
+from jacobi_llm.infer.native_attention import NativeBackend
 from tests.infer.decoding import decode_ar, generate, make_engine, make_request, random_prompt, run_checked
 from tests.tiny_models import FAMILIES, save_tiny_checkpoint, tiny_loaded
 
 WINDOWS = (1, 2, 4, 8, 16, 32)
 NUM_TOKENS = 32
+EXPERTS = ("mixtral", "qwen3_moe")
 PROMPT_LENGTHS = (1, 4, 7, 8, 9, 15, 20, 33)
 
 
@@ -41,10 +43,16 @@ def reference(family: str) -> tuple[LoadedModel, dict[tuple[int, ...], list[int]
     return loaded, answers
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "native", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_alone(family: str) -> None:
+def test_alone(family: str, backend: str) -> None:
     loaded, answers = reference(family)
-    engine = make_engine(loaded, page_size=4)
+    if backend == "sdpa":
+        engine = make_engine(loaded, page_size=4, attention="sdpa")
+    else:
+        if backend == "packed" and family in EXPERTS:
+            pytest.skip("its experts are no linear layers: refused by name")
+        engine = make_engine(loaded, attention="native", batch_invariant=backend == "packed")
     prompts = list(answers)
     for window, prompt in zip(WINDOWS, prompts[1:], strict=False):
         output = run_checked(engine, [make_request("a", prompt, NUM_TOKENS, window=window)]).outputs["a"]
@@ -172,11 +180,14 @@ def test_a_layer_that_attends_twice_in_a_pass_is_refused(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precisions_run(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_lower_precisions_run(family: str, dtype: torch.dtype, page_size: int) -> None:
     """No equality is claimed for random weights here; budgets and pages hold all the same."""
     loaded = tiny_loaded(family, dtype)
     requests = [make_request(str(window), (5, 6, 7), 20, window=window) for window in WINDOWS]
-    engine = make_engine(loaded, page_size=4)
+    engine = make_engine(loaded, page_size=page_size)
     tape = run_checked(engine, requests)
     assert all(len(output.token_ids) == 20 for output in tape.outputs.values())
-    assert engine.runner.backend.keys[0].dtype == dtype
+    backend = engine.runner.backend
+    keys = backend.keys if isinstance(backend, NativeBackend) else backend.cache.keys
+    assert keys[0].dtype == dtype

@@ -125,12 +125,13 @@ def test_cache_keeps_layers_of_different_shapes_apart() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "opt", "gemma3_text", "phi3"])
 def test_bytes_per_token_is_what_the_layers_store(family: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    from jacobi_llm.infer.attention import SdpaBackend
     from jacobi_llm.infer.model_runner import ModelRunner
     from jacobi_llm.infer.row_group import RowGroup
 
     model = tiny_model(family, torch.float32)
     cache = KVCache(2, 4, torch.float32, torch.device("cpu"))
-    ModelRunner(model, cache).forward([RowGroup([1], 0, [5, 6])])
+    ModelRunner(model, SdpaBackend(cache)).forward([RowGroup([1], 0, [5, 6])])
     stored = sum(t.nbytes for part in (cache.keys, cache.values) for t in part.values())
     assert bytes_per_token(model.config, torch.float32) * cache.num_slots == stored
 
