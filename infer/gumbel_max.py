@@ -13,52 +13,66 @@ L - 1e-12 (1 + |L|). The tokens that remain are about 64 and those that are like
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jacobi_llm.infer.noise import BLOCK, RowNoise
 from jacobi_llm.infer.score_rows import ScoreRows, Scores
-from jacobi_llm.infer.truncation import Kept
 
 _SLACK = 1e-12
 
 
-def gumbel_argmax(scores: ScoreRows, kept: Sequence[Kept], noise: RowNoise) -> NDArray[np.int64]:
+@dataclass(frozen=True)
+class Kept:
+    """Tokens that score above ``threshold``, and those that score as much and have an id up to ``last_id``."""
+
+    threshold: float
+    last_id: int
+
+
+def gumbel_argmax(
+    scores: ScoreRows, active: NDArray[np.int64], kept: Sequence[Kept], noise: RowNoise
+) -> NDArray[np.int64]:
     """argmax over the kept tokens of z + G, ties to the lowest id.
 
     Args:
-        scores: z of R rows; each row's largest score is finite.
-        kept: of each row, with at least one token in it that scores more than -inf.
-        noise: of each row.
+        scores: z; the largest score of each active row is finite.
+        active: [M] the rows of ``scores`` and ``noise`` that are wanted.
+        kept: of each active row, with at least one token in it.
+        noise: of the rows of ``scores``.
 
     Returns:
-        [R] token ids.
+        [M] token ids.
     """
-    num_rows, num_blocks = scores.block_max.shape
+    num_blocks = scores.block_max.shape[1]
     thresholds = np.array([one.threshold for one in kept], dtype=scores.values.dtype)
     last_ids = np.array([one.last_id for one in kept], dtype=np.int64)
+    block_max = scores.block_max[active]
 
-    rows, blocks = np.divmod(np.flatnonzero(scores.block_max >= thresholds[:, None]), num_blocks)
+    flat = np.flatnonzero(block_max >= thresholds[:, None])
+    wanted, blocks = np.divmod(flat, num_blocks)
+    rows = active[wanted]
     minima, holders = noise.block_minima(rows, blocks)
     bounds = -np.log(minima)
     held = scores.values[rows, holders]
-    reached = np.where(_is_kept(held, holders, thresholds[rows], last_ids[rows]), held + bounds, -np.inf)
-    least = np.maximum.reduceat(reached, _starts(rows, num_rows))
+    reached = np.where(_is_kept(held, holders, thresholds[wanted], last_ids[wanted]), held + bounds, -np.inf)
+    least = np.maximum.reduceat(reached, _starts(wanted, len(active)))
     least -= _SLACK * (1 + np.abs(least))
 
-    hopeful = np.flatnonzero(scores.block_max[rows, blocks] + bounds >= least[rows])
-    in_row = rows[hopeful, None]
+    hopeful = np.flatnonzero(block_max.ravel()[flat] + bounds >= least[wanted])
+    owner = wanted[hopeful, None]
     tile = scores.blocks[rows[hopeful], blocks[hopeful]]
     ids = blocks[hopeful, None] * BLOCK + np.arange(BLOCK)
-    is_candidate = _is_kept(tile, ids, thresholds[in_row], last_ids[in_row]) & (
-        tile + bounds[hopeful, None] >= least[in_row]
+    is_candidate = _is_kept(tile, ids, thresholds[owner], last_ids[owner]) & (
+        tile + bounds[hopeful, None] >= least[owner]
     )
     places, columns = np.nonzero(is_candidate)
-    owners, token_ids = hopeful[places], ids[places, columns]
-    excesses = np.where(token_ids == holders[owners], 0.0, noise.excesses(rows[owners], token_ids))
-    values = tile[places, columns] - np.log(minima[owners] + excesses)
-    return _first_best(rows[owners], token_ids, values, num_rows)
+    found, token_ids = hopeful[places], ids[places, columns]
+    excesses = np.where(token_ids == holders[found], 0.0, noise.excesses(rows[found], token_ids))
+    values = tile[places, columns] - np.log(minima[found] + excesses)
+    return _first_best(wanted[found], token_ids, values, len(active))
 
 
 def _is_kept(

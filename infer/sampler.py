@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jacobi_llm.infer.gumbel_max import gumbel_argmax
 from jacobi_llm.infer.noise import RowKey, RowNoise
 from jacobi_llm.infer.processors import LogitsProcessors
 from jacobi_llm.infer.sampling_params import SamplingParams
 from jacobi_llm.infer.score_rows import ScoreRows, copy_scores
-from jacobi_llm.infer.truncation import Kept, kept_tokens
+from jacobi_llm.infer.truncation import draw_tokens
 
 _CHUNK = 256
 _UNCHOSEN = -1
@@ -153,14 +152,7 @@ def _choose_special(
     chosen = np.where(np.isfinite(rows.row_max), rows.best_ids(), _UNCHOSEN)
     sampled = [row for row, owner in enumerate(owners) if owner.sampling.temperature and chosen[row] != _UNCHOSEN]
     if sampled:
-        chosen[sampled] = _sample(
-            rows.take(sampled), [owners[row].sampling for row in sampled], RowNoise([keys[row] for row in sampled])
-        )
+        active = np.array(sampled)
+        chosen[active] = draw_tokens(rows, active, [owner.sampling for owner in owners], RowNoise(keys))
     token_ids: list[int] = chosen.tolist()
     return token_ids
-
-
-def _sample(rows: ScoreRows, sampling: Sequence[SamplingParams], noise: RowNoise) -> NDArray[np.int64]:
-    everything = Kept(rows.lowest, rows.width)
-    kept = [kept_tokens(rows, row, one) if one.truncates else everything for row, one in enumerate(sampling)]
-    return gumbel_argmax(rows, kept, noise)

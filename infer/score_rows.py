@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,10 +52,6 @@ class ScoreRows:
     def lowest(self) -> float:
         """The lowest finite score of this precision: everything but -inf is at least this."""
         return float(np.finfo(self.values.dtype).min)
-
-    def take(self, rows: Sequence[int]) -> ScoreRows:
-        """Some of the rows, ascending and distinct; a copy, unless they are all of them."""
-        return self if len(rows) == len(self.values) else ScoreRows(torch.from_numpy(self.values[rows]))
 
     def best_ids(self) -> NDArray[np.int64]:
         """The token with the largest score of each row, of several the lowest id: [R]."""

@@ -1,80 +1,88 @@
-"""Top-k, top-p and min-p: which tokens of a row may be drawn.
+"""Top-k, top-p and min-p: which tokens of a row may be drawn, and the draw among them.
 
 The meaning is that of transformers' TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, one after the other on
-scores that are divided by the temperature. Where theirs leaves open which of equally likely tokens are cut by top-p
-(their sort is not stable), the lowest ids stay.
+scores that are divided by the temperature. Where theirs leaves open which of equally likely tokens top-p cuts (their
+sort is not stable), the lowest ids stay.
+
+Top-k and min-p are bounds on the score. Top-p keeps a token when the tokens before it, by score and then by id, have
+less than ``top_p`` of the mass together. To list what it keeps would take a sort of many thousand tokens where the
+distribution is flat, so it is not listed: draw among all tokens; when what is drawn is kept, it is the best of those
+kept too. When it is not, neither is any token after it, so draw again among the tokens before it, with the same noise.
+At a probability p of the nucleus this takes about 1 + log(1/p) draws.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jacobi_llm.infer.gumbel_max import Kept, gumbel_argmax
+from jacobi_llm.infer.noise import RowNoise
 from jacobi_llm.infer.sampling_params import SamplingParams
 from jacobi_llm.infer.score_rows import ScoreRows, Scores
 
-# How far below the best score the nucleus is looked for, each further step only when the ones before did not reach it.
-_DEPTHS = (4.0, 8.0, 16.0)
-
 
 @dataclass(frozen=True)
-class Kept:
-    """Tokens that score above ``threshold``, and those that score as much and have an id up to ``last_id``."""
+class _Limits:
+    """What a row keeps: tokens inside ``bounds`` with less than ``mass`` before them, relative to the likeliest one."""
 
-    threshold: float
-    last_id: int
+    bounds: Kept
+    mass: float
 
 
-def kept_tokens(scores: ScoreRows, row: int, sampling: SamplingParams) -> Kept:
-    """What top-k, top-p and min-p leave of ``row``: the likeliest token at least, and none that scores -inf."""
-    kept = Kept(scores.lowest, scores.width)
+def draw_tokens(
+    scores: ScoreRows, active: NDArray[np.int64], sampling: Sequence[SamplingParams], noise: RowNoise
+) -> NDArray[np.int64]:
+    """Draw a token for each of the active rows.
+
+    Args:
+        scores: z of R rows; the largest score of each active row is finite.
+        active: [M] rows.
+        sampling: parameters of each of the R rows.
+        noise: of the R rows.
+
+    Returns:
+        [M] token ids.
+    """
+    limits = [_limits(scores, row, sampling[row]) for row in active.tolist()]
+    kept = [one.bounds for one in limits]
+    chosen = np.empty(len(active), dtype=np.int64)
+    places = np.arange(len(active))
+    while len(places):
+        chosen[places] = gumbel_argmax(scores, active[places], [kept[place] for place in places], noise)
+        left = []
+        for place in places.tolist():
+            row, token_id = int(active[place]), int(chosen[place])
+            if limits[place].mass < math.inf and _mass_before(scores, row, token_id) >= limits[place].mass:
+                kept[place] = Kept(float(scores.values[row, token_id]), token_id - 1)
+                left.append(place)
+        places = np.array(left, dtype=np.int64)
+    return chosen
+
+
+def _limits(scores: ScoreRows, row: int, sampling: SamplingParams) -> _Limits:
+    bound, mass = scores.lowest, math.inf
     if 0 < sampling.top_k < scores.width:
-        kept = Kept(max(scores.kth_largest(row, sampling.top_k), scores.lowest), scores.width)
+        bound = max(scores.kth_largest(row, sampling.top_k), bound)
     if sampling.top_p < 1:
-        kept = _nucleus(scores, row, sampling.top_p, kept)
+        is_cut = bound > scores.lowest
+        mass = sampling.top_p * (_mass(scores, row, scores.at_least(row, bound)[1]) if is_cut else scores.exp_sum(row))
     if sampling.min_p > 0:
         floor = float(scores.row_max[row]) + math.log(sampling.min_p)
         # In the scores' own precision, in which it is compared.
-        floor = float(scores.values.dtype.type(floor))
-        kept = Kept(floor, scores.width) if floor > kept.threshold else kept
-    return kept
+        bound = max(float(scores.values.dtype.type(floor)), bound)
+    return _Limits(Kept(bound, scores.width), mass)
 
 
-def _nucleus(scores: ScoreRows, row: int, top_p: float, kept: Kept) -> Kept:
-    """Keep a token when the tokens before it, in order of score and then id, have less than ``top_p`` together."""
-    token_ids, values, masses, wanted = _likeliest(scores, row, top_p, kept)
-    order = np.argsort(-values, kind="stable")
-    num_kept = 1 + int(np.searchsorted(np.cumsum(masses[order]), wanted, side="left"))
-    last = order[min(num_kept, len(order)) - 1]
-    return Kept(float(values[last]), int(token_ids[last]))
+def _mass_before(scores: ScoreRows, row: int, token_id: int) -> float:
+    score = float(scores.values[row, token_id])
+    token_ids, values = scores.at_least(row, score)
+    return _mass(scores, row, values[(values > score) | (token_ids < token_id)])
 
 
-def _likeliest(
-    scores: ScoreRows, row: int, top_p: float, kept: Kept
-) -> tuple[NDArray[np.int64], Scores, NDArray[np.float64], float]:
-    """Ids, scores and masses of tokens among which the whole nucleus is, and the mass that the nucleus must reach.
-
-    Masses are relative to the likeliest token. If the tokens above a bound have ``top_p`` of the whole mass, every
-    token below it has that mass before it and is none of the nucleus.
-    """
-    if kept.threshold > scores.lowest:
-        token_ids, values = scores.at_least(row, kept.threshold)
-        masses = _masses(scores, row, values)
-        return token_ids, values, masses, top_p * float(masses.sum())
-    wanted = top_p * scores.exp_sum(row)
-    best = float(scores.row_max[row])
-    for depth in _DEPTHS:
-        token_ids, values = scores.at_least(row, best - depth)
-        masses = _masses(scores, row, values)
-        if float(masses.sum()) >= wanted:
-            return token_ids, values, masses, wanted
-    token_ids, values = scores.at_least(row, scores.lowest)
-    return token_ids, values, _masses(scores, row, values), wanted
-
-
-def _masses(scores: ScoreRows, row: int, values: Scores) -> NDArray[np.float64]:
-    masses: NDArray[np.float64] = np.exp(values.astype(np.float64) - float(scores.row_max[row]))
-    return masses
+def _mass(scores: ScoreRows, row: int, values: Scores) -> float:
+    return float(np.exp(values.astype(np.float64) - float(scores.row_max[row])).sum())
