@@ -12,11 +12,13 @@ import torch
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.schema import EngineConfig
 from jacobi_llm.infer.kv_pages import PagePool, bytes_per_token, num_pages_for
+from jacobi_llm.infer.logprobs import token_logprobs
 from jacobi_llm.infer.model_runner import make_runner
 from jacobi_llm.infer.models import LoadedModel
+from jacobi_llm.infer.processors import LogitsProcessors
 from jacobi_llm.infer.request import Request, RequestOutput, Sequence, StepOutput
 from jacobi_llm.infer.rule import commit
-from jacobi_llm.infer.sampler import RowKey, choose
+from jacobi_llm.infer.sampler import RequestRows, choose
 from jacobi_llm.infer.scheduler import ScheduledRows, Scheduler
 
 
@@ -51,8 +53,9 @@ class LLMEngine:
         ``max_tokens`` is lowered to what the model's context leaves.
 
         Raises:
-            UsageError: empty prompt, id in use, a token outside the vocabulary, an adapter, a prompt that fills the
-                context, or a request that cannot fit the K/V pages even alone.
+            UsageError: empty prompt, id in use, a token outside the vocabulary, sampling parameters that ban every
+                token, an adapter, a prompt that fills the context, or a request that cannot fit the K/V pages even
+                alone.
         """
         prompt_len = len(request.prompt_ids)
         if request.id in self._sequences:
@@ -63,6 +66,12 @@ class LLMEngine:
         outside = next((token for token in request.prompt_ids if not 0 <= token < self.vocab_size), None)
         if outside is not None:
             raise UsageError(f"request {request.id}: token id {outside} is not in the vocabulary of {self.vocab_size}")
+        params = request.params
+        faults = params.sampling.faults_for(
+            vocab_size=self.vocab_size, stop_token_ids=params.stop_token_ids, max_tokens=params.max_tokens
+        )
+        if faults:
+            raise UsageError([f"request {request.id}: {fault}" for fault in faults])
         if request.adapter is not None:
             raise UsageError(
                 f"request {request.id}: adapters chosen per request are not supported yet; merge one with --adapter"
@@ -80,7 +89,9 @@ class LLMEngine:
                 f", the pool has {self.pool.num_pages}; raise engine.kv_memory_mib or lower max_tokens"
             )
         request = replace(request, params=replace(request.params, max_tokens=max_tokens))
-        self._sequences[request.id] = Sequence(request, arrived_s=time.perf_counter())
+        self._sequences[request.id] = Sequence(
+            request, arrived_s=time.perf_counter(), processors=_processors_of(request, self.vocab_size)
+        )
         self.scheduler.waiting.append(self._sequences[request.id])
 
     def step(self) -> list[StepOutput]:
@@ -90,8 +101,12 @@ class LLMEngine:
             if self.scheduler.waiting:
                 raise RunError("requests wait, but finished ones keep all K/V pages; raise engine.kv_memory_mib")
             return []
-        predictions = self._forward(scheduled)
-        return [out for part, chosen in zip(scheduled, predictions, strict=True) if (out := self._commit(part, chosen))]
+        chosen, logits = self._forward(scheduled)
+        return [
+            out
+            for part, predictions, rows in zip(scheduled, chosen, logits, strict=True)
+            if (out := self._commit(part, predictions, rows))
+        ]
 
     def generate(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Decode ``requests`` to their end; outputs in the order of the requests.
@@ -145,19 +160,13 @@ class LLMEngine:
             assert sequence.num_computed < sequence.committed_len, "K/V of a token that is not committed is in use"
             assert sequence.num_computed <= len(sequence.block_table) * self.pool.page_size, "K/V beyond the pages"
 
-    def _forward(self, scheduled: Seq[ScheduledRows]) -> list[list[int]]:
+    def _forward(self, scheduled: Seq[ScheduledRows]) -> tuple[list[list[int]], Seq[torch.Tensor]]:
+        """The chosen token after every logit row, and those rows' logits, for each part of the pass."""
         logits = self.runner.forward([part.group for part in scheduled])
-        keys = [
-            RowKey(part.sequence.request.params.seed, part.sequence.request.params.choice, t)
-            for part in scheduled
-            for t in range(
-                len(part.sequence.completion_ids), len(part.sequence.completion_ids) + part.group.num_logit_rows
-            )
-        ]
-        chosen = iter(choose(logits, keys)) if keys else iter(())
-        return [[next(chosen) for _ in range(part.group.num_logit_rows)] for part in scheduled]
+        chosen = choose(logits, [_rows_of(part) for part in scheduled])
+        return chosen, logits.split([part.group.num_logit_rows for part in scheduled])
 
-    def _commit(self, part: ScheduledRows, predictions: list[int]) -> StepOutput | None:
+    def _commit(self, part: ScheduledRows, predictions: list[int], logits: torch.Tensor) -> StepOutput | None:
         sequence = part.sequence
         if not predictions:
             sequence.num_computed += part.group.num_rows
@@ -170,6 +179,10 @@ class LLMEngine:
             stop_token_ids=params.stop_token_ids,
             num_tokens_left=sequence.num_tokens_left,
         )
+        logprobs = None
+        if params.sampling.num_logprobs is not None:
+            logprobs = tuple(token_logprobs(logits, result.token_ids, params.sampling.num_logprobs))
+            sequence.logprobs.extend(logprobs)
         sequence.completion_ids.extend(result.token_ids)
         sequence.carried = result.next_guesses
         sequence.num_computed = sequence.committed_len - 1
@@ -184,7 +197,33 @@ class LLMEngine:
             finished = _output_of(sequence)
             if not sequence.request.keep_pages:
                 self.release(sequence.request.id)
-        return StepOutput(sequence.request.id, tuple(result.token_ids), finished)
+        return StepOutput(sequence.request.id, tuple(result.token_ids), finished, logprobs)
+
+
+def _processors_of(request: Request, vocab_size: int) -> LogitsProcessors | None:
+    params = request.params
+    if not params.sampling.has_processors:
+        return None
+    return LogitsProcessors(
+        params.sampling,
+        prompt_ids=request.prompt_ids,
+        stop_token_ids=params.stop_token_ids,
+        vocab_size=vocab_size,
+        max_tokens=params.max_tokens,
+    )
+
+
+def _rows_of(part: ScheduledRows) -> RequestRows:
+    sequence, params = part.sequence, part.sequence.request.params
+    return RequestRows(
+        num_rows=part.group.num_logit_rows,
+        sampling=params.sampling,
+        processors=sequence.processors,
+        seed=params.seed,
+        choice=params.choice,
+        completion_ids=sequence.completion_ids,
+        guesses=part.guesses,
+    )
 
 
 def _output_of(sequence: Sequence) -> RequestOutput:
@@ -199,4 +238,6 @@ def _output_of(sequence: Sequence) -> RequestOutput:
         commit_lengths=tuple(sequence.commit_lengths),
         ttft_ms=(sequence.first_token_s - sequence.arrived_s) * 1e3,
         latency_ms=(sequence.finished_s - sequence.arrived_s) * 1e3,
+        choice=sequence.request.params.choice,
+        logprobs=None if sequence.request.params.sampling.num_logprobs is None else tuple(sequence.logprobs),
     )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import DecodeMode, FillPolicy
+from jacobi_llm.infer.logprobs import TokenLogprob
+from jacobi_llm.infer.processors import LogitsProcessors
 from jacobi_llm.infer.rule import FinishReason
+from jacobi_llm.infer.sampling_params import SamplingParams
+
+MAX_CHOICES = 128
 
 
 @dataclass(frozen=True)
@@ -18,8 +24,9 @@ class DecodeParams:
         mode: sliding (serving) or block.
         fill: policy of fresh guesses.
         stop_token_ids: every id that ends the request; empty to ignore EOS.
-        seed: key of prompt-draw guesses (and of sampling noise).
+        seed: key of the sampling noise, and of prompt-draw guesses; any 64-bit integer, signed or not.
         choice: index among several answers to one prompt, part of the sampling key.
+        sampling: how tokens are chosen; greedy unless told otherwise.
     """
 
     max_tokens: int
@@ -29,10 +36,13 @@ class DecodeParams:
     stop_token_ids: frozenset[int] = frozenset()
     seed: int = 0
     choice: int = 0
+    sampling: SamplingParams = SamplingParams()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or self.window < 1:
             raise ValueError(f"max_tokens ({self.max_tokens}) and window ({self.window}) must be at least 1")
+        if not -(2**63) <= self.seed < 2**64 or not 0 <= self.choice < 2**32:
+            raise UsageError(f"seed: {self.seed}, choice {self.choice}: a seed has 64 bits, a choice 32; give less")
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,8 @@ class Sequence:
         carried: guesses left by the last pass.
         block_end: completion length at which the current block ends (block mode).
         commit_lengths: tokens committed by each pass that committed any, in order.
+        processors: what changes its logits; None when nothing does.
+        logprobs: of the committed tokens, when they are asked for.
         num_passes: passes the request took part in; prefill counts 1 however chunked.
         arrived_s, first_token_s, finished_s: perf_counter seconds.
     """
@@ -78,6 +90,8 @@ class Sequence:
     block_end: int = 0
     block_table: list[int] = field(default_factory=list)
     commit_lengths: list[int] = field(default_factory=list)
+    processors: LogitsProcessors | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     num_passes: int = 0
     finish_reason: FinishReason | None = None
     first_token_s: float | None = None
@@ -119,6 +133,8 @@ class RequestOutput:
         forward_passes: passes the request took part in; prefill counts 1.
         commit_lengths: tokens committed by each of those passes.
         ttft_ms, latency_ms: from arrival to the first commit and to the end.
+        choice: index among several answers to one prompt.
+        logprobs: one for each token of ``token_ids``; None when they were not asked for.
     """
 
     id: str
@@ -129,6 +145,8 @@ class RequestOutput:
     commit_lengths: tuple[int, ...]
     ttft_ms: float
     latency_ms: float
+    choice: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -137,8 +155,30 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Tokens that one step committed for one request; ``finished`` is set with its last commit."""
+    """Tokens that one step committed for one request; ``finished`` is set with its last commit.
+
+    ``logprobs`` has one entry for each new token, None when they were not asked for.
+    """
 
     request_id: str
     new_token_ids: tuple[int, ...]
     finished: RequestOutput | None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+def expand_choices(request: Request, num_choices: int) -> list[Request]:
+    """Return the requests for several answers to one prompt: the same seed, choice 0, 1, ..., ids ``id/0``, ``id/1``.
+
+    A single choice is the request itself, its id unchanged.
+
+    Raises:
+        UsageError: ``num_choices`` is not from 1 to ``MAX_CHOICES``.
+    """
+    if not 1 <= num_choices <= MAX_CHOICES:
+        raise UsageError(f"n: {num_choices}: give a number of choices from 1 to {MAX_CHOICES}")
+    if num_choices == 1:
+        return [request]
+    return [
+        replace(request, id=f"{request.id}/{choice}", params=replace(request.params, choice=choice))
+        for choice in range(num_choices)
+    ]
