@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import DecodeMode, FillPolicy
+from jacobi_llm.configs.stop_strings import stop_string_faults
+from jacobi_llm.infer.completion_text import CompletionText
 from jacobi_llm.infer.rule import FinishReason
 
 
@@ -18,6 +21,8 @@ class DecodeParams:
         mode: sliding (serving) or block.
         fill: policy of fresh guesses.
         stop_token_ids: every id that ends the request; empty to ignore EOS.
+        stop: strings that end the request when its text holds one (infer/stopping.py says which wins); at most 16, of 1
+            to 1,024 characters. Special tokens have no text, so none matches.
         seed: key of prompt-draw guesses (and of sampling noise).
         choice: index among several answers to one prompt, part of the sampling key.
     """
@@ -27,12 +32,15 @@ class DecodeParams:
     mode: DecodeMode = DecodeMode.SLIDING
     fill: FillPolicy = FillPolicy.REPEAT_LAST
     stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
     seed: int = 0
     choice: int = 0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or self.window < 1:
             raise ValueError(f"max_tokens ({self.max_tokens}) and window ({self.window}) must be at least 1")
+        if faults := stop_string_faults(self.stop):
+            raise UsageError([f"stop: {fault}" for fault in faults])
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class Request:
         params: see :class:`DecodeParams`.
         adapter: name of the adapter, None for the base weights.
         keep_pages: leave the K/V pages with the finished request until ``LLMEngine.release`` (collection needs them).
+        detokenize: outputs carry text. Those of a request with stop strings always do.
     """
 
     id: str
@@ -52,6 +61,7 @@ class Request:
     params: DecodeParams
     adapter: str | None = None
     keep_pages: bool = False
+    detokenize: bool = False
 
 
 @dataclass
@@ -62,6 +72,7 @@ class Sequence:
 
     Attributes:
         completion_ids: committed completion tokens.
+        text: of the completion; None when nobody needs it.
         num_computed: positions with valid K/V.
         carried: guesses left by the last pass.
         block_end: completion length at which the current block ends (block mode).
@@ -72,6 +83,7 @@ class Sequence:
 
     request: Request
     arrived_s: float
+    text: CompletionText | None = None
     completion_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     carried: list[int] = field(default_factory=list)
@@ -115,10 +127,12 @@ class RequestOutput:
     """A finished request.
 
     Attributes:
-        token_ids: completion, the stop token included when one was reached.
+        token_ids: completion, up to and including the stop token, or the token that completed a stop string.
         forward_passes: passes the request took part in; prefill counts 1.
         commit_lengths: tokens committed by each of those passes.
         ttft_ms, latency_ms: from arrival to the first commit and to the end.
+        text: what ``token_ids`` say before the stop token or stop string, without special tokens; None unless asked for
+            (``Request.detokenize``, or stop strings).
     """
 
     id: str
@@ -129,6 +143,7 @@ class RequestOutput:
     commit_lengths: tuple[int, ...]
     ttft_ms: float
     latency_ms: float
+    text: str | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -137,8 +152,14 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Tokens that one step committed for one request; ``finished`` is set with its last commit."""
+    """Tokens that one step committed for one request.
+
+    Attributes:
+        finished: set with the last commit.
+        new_text: what became certain of the text; joined, these are ``RequestOutput.text``. Empty when that is None.
+    """
 
     request_id: str
     new_token_ids: tuple[int, ...]
     finished: RequestOutput | None
+    new_text: str = ""
