@@ -105,16 +105,20 @@ class _TextFromDecoding:
 
     def _advance(self, *, is_last: bool) -> str:
         text = self._decode()
-        num_half = 0 if is_last else min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_HALF)
+        num_wrong = len(text) - len(text.rstrip(_REPLACEMENT))
+        if is_last or not num_wrong:
+            piece = text[self._num_given :]
+            if piece:
+                self._context, self._cut = self._cut, len(self._token_ids)
+                self._num_given = len(self._decode())
+            return piece
+        # With byte fallback, half a character makes those before it look wrong as well: wait for its end.
+        if len(self._token_ids) - self._cut <= _MAX_TAIL:
+            return ""
+        num_half = min(num_wrong, _MAX_HALF)
         piece = text[self._num_given : len(text) - num_half]
-        self._num_given += len(piece)
-        if piece and not num_half:
-            self._context, self._cut = self._cut, len(self._token_ids)
-            self._num_given = len(self._decode())
-        elif len(self._token_ids) - self._cut > _MAX_TAIL:
-            # The bytes of a half character, if there is one, lie in the last tokens.
-            self._context, self._cut = self._cut, len(self._token_ids) - _MAX_HALF
-            self._num_given = len(self._decode()) - num_half
+        self._context, self._cut = self._cut, len(self._token_ids) - _MAX_HALF
+        self._num_given = len(self._decode()) - num_half
         return piece
 
     def _decode(self) -> str:
