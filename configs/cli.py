@@ -392,7 +392,9 @@ def _metavar(setting: SettingField) -> str:
         word = "true|false"
     else:
         word = {"int": "N", "float": "X", "str": "TEXT"}[setting.base.__name__]
-    return f"{word},..." if setting.many else word
+    if setting.many:
+        return f"{word} ..." if setting.verbatim else f"{word},..."
+    return word
 
 
 # Errors ------------------------------------------------------------------------------------------------------------

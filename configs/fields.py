@@ -32,6 +32,7 @@ class SettingField:
         optional: whether null is a value.
         many: whether the value is a list (or a tuple of fixed length).
         single_too: whether one bare value may stand for a list of one (``str | list[str]``).
+        verbatim: whether one bare value is one item as it stands, commas and white space included.
         info: pydantic's own record, with description and default.
     """
 
@@ -40,6 +41,7 @@ class SettingField:
     optional: bool
     many: bool
     single_too: bool
+    verbatim: bool
     info: FieldInfo
 
     @property
@@ -81,7 +83,9 @@ def _describe(key: str, info: FieldInfo) -> SettingField:
     base = typing.get_args(lists[0])[0] if lists else members[0]
     if not isinstance(base, type):
         raise TypeError(f"{key}: settings of type {info.annotation} are not supported")
-    return SettingField(key, base, optional, bool(lists), bool(lists) and len(members) > 1, info)
+    extra = info.json_schema_extra
+    verbatim = isinstance(extra, dict) and bool(extra.get("verbatim"))
+    return SettingField(key, base, optional, bool(lists), bool(lists) and len(members) > 1, verbatim, info)
 
 
 @cache
@@ -137,6 +141,8 @@ def value_from_text(field: SettingField, text: str, *, quoted: bool = False) -> 
     """
     if field.optional and not quoted and text in NULL_WORDS:
         return None
+    if field.verbatim:
+        return [text]
     if field.many and not quoted and (not field.single_too or "," in text):
         return [_scalar(field, part.strip()) for part in text.strip("[]").split(",") if part.strip()]
     return _scalar(field, text)

@@ -10,6 +10,8 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from jacobi_llm.configs.stop_strings import stop_string_faults
+
 
 class Dtype(StrEnum):
     """Precision of weights and K/V pages."""
@@ -121,6 +123,7 @@ class EngineConfig(Section):
     page_size: int = Field(16, ge=1, description="K/V slots per page (tokens)")
     kv_memory_mib: int = Field(1024, ge=1, description="memory for all K/V pages (MiB)")
     max_num_seqs: int = Field(64, ge=1, description="requests that decode at the same time")
+    max_num_waiting: int = Field(1024, ge=1, description="requests that may wait for a place; more are refused")
     max_num_rows: int = Field(2048, ge=1, description="rows of one forward pass, prefill and windows together")
     num_threads: int = Field(0, ge=0, description="CPU threads; 0 leaves torch's own choice")
 
@@ -261,9 +264,22 @@ class GenerateConfig(Section):
         FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses; a trained checkpoint brings its own default"
     )
     max_tokens: int = Field(256, ge=1, description="longest completion (tokens)")
-    ignore_eos: bool = Field(False, description="go on after an end-of-sequence token")
+    stop: list[str] | None = Field(
+        None,
+        description="end an answer before any of these strings; several as --stop A B",
+        json_schema_extra={"verbatim": True},
+    )
+    stop_token_ids: list[int] | None = Field(None, description="end an answer at these token ids too")
+    ignore_eos: bool = Field(False, description="go on after an end-of-sequence token; the stops above still count")
     on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
     seed: int = Field(0, ge=0, description="seed of prompt-draw guesses (they change speed, never the output)")
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_strings(cls, stop: list[str] | None) -> list[str] | None:
+        if faults := stop_string_faults(stop or ()):
+            raise ValueError("; ".join(faults))
+        return stop
 
 
 class BenchConfig(Section):

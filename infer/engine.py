@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
 
-from jacobi_llm.configs.errors import RunError, UsageError
+from jacobi_llm.configs.errors import QueueFullError, RunError, UsageError
 from jacobi_llm.configs.schema import EngineConfig
+from jacobi_llm.infer.completion_text import CompletionText
 from jacobi_llm.infer.kv_pages import PagePool, bytes_per_token, num_pages_for
 from jacobi_llm.infer.logprobs import token_logprobs
 from jacobi_llm.infer.model_runner import make_runner
@@ -33,6 +35,7 @@ class LLMEngine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         model = loaded.model
+        self.tokenizer = loaded.tokenizer
         self.max_context = loaded.max_context
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         num_pages = num_pages_for(model.config, model.dtype, config.page_size, config.kv_memory_mib << 20)
@@ -45,7 +48,18 @@ class LLMEngine:
             max_num_rows=config.max_num_rows,
             max_context=self.max_context,
         )
+        self.max_num_waiting = config.max_num_waiting
         self._sequences: dict[str, Sequence] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the queue takes no more requests now."""
+        return len(self.scheduler.waiting) >= self.max_num_waiting
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether some request waits or runs."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -56,12 +70,18 @@ class LLMEngine:
             UsageError: empty prompt, id in use, a token outside the vocabulary, sampling parameters that ban every
                 token, an adapter, a prompt that fills the context, or a request that cannot fit the K/V pages even
                 alone.
+            QueueFullError: ``EngineConfig.max_num_waiting`` requests wait already.
         """
         prompt_len = len(request.prompt_ids)
         if request.id in self._sequences:
             raise UsageError(f"request {request.id}: this id is in use")
         if prompt_len == 0:
             raise UsageError(f"request {request.id}: the prompt has no tokens")
+        if self.is_full:
+            raise QueueFullError(
+                f"request {request.id}: {len(self.scheduler.waiting)} requests wait already; try again later, or raise"
+                " engine.max_num_waiting"
+            )
         # What would make the whole pass fail is refused here, where it costs nobody else their answer.
         outside = next((token for token in request.prompt_ids if not 0 <= token < self.vocab_size), None)
         if outside is not None:
@@ -90,7 +110,7 @@ class LLMEngine:
             )
         request = replace(request, params=replace(request.params, max_tokens=max_tokens))
         self._sequences[request.id] = Sequence(
-            request, arrived_s=time.perf_counter(), processors=_processors_of(request, self.vocab_size)
+            request, time.perf_counter(), self._text_of(request), _processors_of(request, self.vocab_size)
         )
         self.scheduler.waiting.append(self._sequences[request.id])
 
@@ -116,15 +136,16 @@ class LLMEngine:
         Raises:
             UsageError: a request is refused, or others still wait or run (their outputs would be lost here).
         """
-        if self.scheduler.waiting or self.scheduler.running:
+        if self.has_unfinished:
             raise UsageError("generate wants an idle engine; use add_request and step to let requests join")
+        pending = deque(requests)
         ids: list[str] = []
         finished: dict[str, RequestOutput] = {}
         try:
-            for request in requests:
-                self.add_request(request)
-                ids.append(request.id)
-            while len(finished) < len(ids):
+            while pending or len(finished) < len(ids):
+                while pending and not self.is_full:
+                    self.add_request(pending[0])
+                    ids.append(pending.popleft().id)
                 finished.update({out.request_id: out.finished for out in self.step() if out.finished})
         except BaseException:
             for request_id in ids:
@@ -160,6 +181,11 @@ class LLMEngine:
             assert sequence.num_computed < sequence.committed_len, "K/V of a token that is not committed is in use"
             assert sequence.num_computed <= len(sequence.block_table) * self.pool.page_size, "K/V beyond the pages"
 
+    def _text_of(self, request: Request) -> CompletionText | None:
+        if not (request.detokenize or request.params.stop):
+            return None
+        return CompletionText(self.tokenizer, request.params.stop, request.params.sampling.min_tokens)
+
     def _forward(self, scheduled: Seq[ScheduledRows]) -> tuple[list[list[int]], Seq[torch.Tensor]]:
         """The chosen token after every logit row, and those rows' logits, for each part of the pass."""
         logits = self.runner.forward([part.group for part in scheduled])
@@ -178,6 +204,7 @@ class LLMEngine:
             predictions,
             stop_token_ids=params.stop_token_ids,
             num_tokens_left=sequence.num_tokens_left,
+            stop_at=sequence.text.stop_at if sequence.text else None,
         )
         logprobs = None
         if params.sampling.num_logprobs is not None:
@@ -193,11 +220,14 @@ class LLMEngine:
         if result.finish_reason:
             sequence.finish_reason = result.finish_reason
             sequence.finished_s = now_s
+            if sequence.text:
+                sequence.text.finish()
             self.scheduler.finish(sequence)
             finished = _output_of(sequence)
             if not sequence.request.keep_pages:
                 self.release(sequence.request.id)
-        return StepOutput(sequence.request.id, tuple(result.token_ids), finished, logprobs)
+        new_text = sequence.text.pop() if sequence.text else ""
+        return StepOutput(sequence.request.id, tuple(result.token_ids), finished, new_text, logprobs)
 
 
 def _processors_of(request: Request, vocab_size: int) -> LogitsProcessors | None:
@@ -240,4 +270,5 @@ def _output_of(sequence: Sequence) -> RequestOutput:
         latency_ms=(sequence.finished_s - sequence.arrived_s) * 1e3,
         choice=sequence.request.params.choice,
         logprobs=None if sequence.request.params.sampling.num_logprobs is None else tuple(sequence.logprobs),
+        text=sequence.text.text if sequence.text else None,
     )

@@ -3,7 +3,8 @@
     jacobi-infer generate --prompt 'What is 12 times 7?'
     jacobi-infer generate --input prompts.jsonl --window 16 --json > answers.jsonl
 
-All requests are in the engine from the start, so a time to the first token includes the wait for a place.
+All requests are in the engine from the start (up to ``engine.max_num_waiting`` of them), so a time to the first token
+includes the wait for a place.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from jacobi_llm.infer.prompt import Prompt, read_prompt_file, render_prompt
 from jacobi_llm.infer.quiet import quiet_libraries
 from jacobi_llm.infer.report import JsonReport, Report, StreamReport, TextReport
 from jacobi_llm.infer.request import DecodeParams, Request
+from jacobi_llm.infer.stream import stream
 
 FLAG_PROMPT_ID = "prompt"
 
@@ -49,24 +51,29 @@ def run(recipe: Recipe, options: Options) -> int:
         return 1 if faults else 0
     loaded = load_model(config.model, dtype=config.dtype, device=device, adapter=config.adapter)
     check_format(config.format, loaded.tokenizer, config.model)
+    params = make_params(config, loaded)
     engine = LLMEngine(loaded, recipe.engine)
     report: Report
     if options.json:
-        report = JsonReport(loaded.tokenizer, [prompt.id for prompt in prompts])
+        report = JsonReport([prompt.id for prompt in prompts])
     elif len(prompts) == 1:
-        report = StreamReport(loaded.tokenizer)
+        report = StreamReport()
     else:
-        report = TextReport(loaded.tokenizer)
+        report = TextReport()
     tally = _Tally(len(prompts))
+
+    def refuse(request_id: str, error: UsageError) -> None:
+        report.add_failure(request_id, str(error))
+        tally.num_failed += 1
+
+    requests = _render(prompts, params, loaded.tokenizer, config.format, refuse)
     try:
-        _add_requests(engine, loaded, prompts, config, report, tally)
-        while tally.num_open:
-            for step in engine.step():
-                report.add_step(step)
-                if step.finished:
-                    tally.num_finished += 1
-                    tally.num_tokens += len(step.finished.token_ids)
-                    tally.num_passes += step.finished.forward_passes
+        for delta in stream(engine, requests, on_refused=lambda request, error: refuse(request.id, error)):
+            report.add(delta)
+            if delta.finished:
+                tally.num_finished += 1
+                tally.num_tokens += len(delta.finished.token_ids)
+                tally.num_passes += delta.finished.forward_passes
     except KeyboardInterrupt:
         report.close()
         print(f"interrupted; {tally.line()}", file=sys.stderr)
@@ -136,10 +143,6 @@ class _Tally:
     num_passes: int = 0
     start_s: float = field(default_factory=time.perf_counter)
 
-    @property
-    def num_open(self) -> int:
-        return self.num_requests - self.num_finished - self.num_failed
-
     def line(self) -> str:
         wall_s = time.perf_counter() - self.start_s
         requests = "1 request" if self.num_finished == 1 else f"{self.num_finished} requests"
@@ -153,30 +156,42 @@ class _Tally:
         )
 
 
-def _add_requests(
-    engine: LLMEngine,
-    loaded: LoadedModel,
-    prompts: Sequence[Prompt],
-    config: GenerateConfig,
-    report: Report,
-    tally: _Tally,
-) -> None:
-    stop_token_ids = frozenset(() if config.ignore_eos else loaded.eos_token_ids)
-    params = DecodeParams(
+def make_params(config: GenerateConfig, loaded: LoadedModel) -> DecodeParams:
+    """Return how every request of the command decodes.
+
+    Raises:
+        UsageError: a stop token that the model does not have.
+    """
+    vocab_size = int(loaded.model.config.get_text_config().vocab_size)
+    asked = frozenset(config.stop_token_ids or ())
+    outside = sorted(token_id for token_id in asked if not 0 <= token_id < vocab_size)
+    if outside:
+        raise UsageError(f"--stop-token-ids {outside[0]}: the ids of this model are 0 to {vocab_size - 1}")
+    return DecodeParams(
         max_tokens=config.max_tokens,
         window=config.window,
         mode=config.mode,
         fill=config.fill,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=asked if config.ignore_eos else asked.union(loaded.eos_token_ids),
+        stop=tuple(config.stop or ()),
         seed=config.seed,
     )
+
+
+def _render(
+    prompts: Sequence[Prompt],
+    params: DecodeParams,
+    tokenizer: PreTrainedTokenizerBase,
+    format: PromptFormat,
+    refuse: Callable[[str, UsageError], None],
+) -> Iterator[Request]:
     for prompt in prompts:
         try:
-            prompt_ids = tuple(render_prompt(prompt, loaded.tokenizer, config.format))
-            engine.add_request(Request(prompt.id, prompt_ids, params))
+            prompt_ids = tuple(render_prompt(prompt, tokenizer, format))
         except UsageError as error:
-            report.add_failure(prompt.id, str(error))
-            tally.num_failed += 1
+            refuse(prompt.id, error)
+        else:
+            yield Request(prompt.id, prompt_ids, params)
 
 
 def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], list[str]]:

@@ -95,7 +95,8 @@ def measure(
     _synchronize(engine)
     start_s = time.perf_counter()
     while len(finished) < len(requests):
-        while waiting and (in_flight is None or len(requests) - len(waiting) - len(finished) < in_flight):
+        most_waiting = 0 if in_flight is None else max(len(requests) - len(finished) - in_flight, 0)
+        while len(waiting) > most_waiting and not engine.is_full:
             engine.add_request(waiting.popleft())
         for step in engine.step():
             if step.finished:

@@ -8,6 +8,8 @@ from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import DecodeMode, FillPolicy
 from jacobi_llm.infer.logprobs import TokenLogprob
 from jacobi_llm.infer.processors import LogitsProcessors
+from jacobi_llm.configs.stop_strings import stop_string_faults
+from jacobi_llm.infer.completion_text import CompletionText
 from jacobi_llm.infer.rule import FinishReason
 from jacobi_llm.infer.sampling_params import SamplingParams
 
@@ -24,6 +26,8 @@ class DecodeParams:
         mode: sliding (serving) or block.
         fill: policy of fresh guesses.
         stop_token_ids: every id that ends the request; empty to ignore EOS.
+        stop: strings that end the request when its text holds one (infer/stopping.py says which wins); at most 16, of 1
+            to 1,024 characters. Special tokens have no text, so none matches.
         seed: key of the sampling noise, and of prompt-draw guesses; any 64-bit integer, signed or not.
         choice: index among several answers to one prompt, part of the sampling key.
         sampling: how tokens are chosen; greedy unless told otherwise.
@@ -34,6 +38,7 @@ class DecodeParams:
     mode: DecodeMode = DecodeMode.SLIDING
     fill: FillPolicy = FillPolicy.REPEAT_LAST
     stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
     seed: int = 0
     choice: int = 0
     sampling: SamplingParams = SamplingParams()
@@ -43,6 +48,8 @@ class DecodeParams:
             raise ValueError(f"max_tokens ({self.max_tokens}) and window ({self.window}) must be at least 1")
         if not -(2**63) <= self.seed < 2**64 or not 0 <= self.choice < 2**32:
             raise UsageError(f"seed: {self.seed}, choice {self.choice}: a seed has 64 bits, a choice 32; give less")
+        if faults := stop_string_faults(self.stop):
+            raise UsageError([f"stop: {fault}" for fault in faults])
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Request:
         params: see :class:`DecodeParams`.
         adapter: name of the adapter, None for the base weights.
         keep_pages: leave the K/V pages with the finished request until ``LLMEngine.release`` (collection needs them).
+        detokenize: outputs carry text. Those of a request with stop strings always do.
     """
 
     id: str
@@ -62,6 +70,7 @@ class Request:
     params: DecodeParams
     adapter: str | None = None
     keep_pages: bool = False
+    detokenize: bool = False
 
 
 @dataclass
@@ -72,6 +81,7 @@ class Sequence:
 
     Attributes:
         completion_ids: committed completion tokens.
+        text: of the completion; None when nobody needs it.
         num_computed: positions with valid K/V.
         carried: guesses left by the last pass.
         block_end: completion length at which the current block ends (block mode).
@@ -84,13 +94,14 @@ class Sequence:
 
     request: Request
     arrived_s: float
+    text: CompletionText | None = None
+    processors: LogitsProcessors | None = None
     completion_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     carried: list[int] = field(default_factory=list)
     block_end: int = 0
     block_table: list[int] = field(default_factory=list)
     commit_lengths: list[int] = field(default_factory=list)
-    processors: LogitsProcessors | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_passes: int = 0
     finish_reason: FinishReason | None = None
@@ -129,12 +140,14 @@ class RequestOutput:
     """A finished request.
 
     Attributes:
-        token_ids: completion, the stop token included when one was reached.
+        token_ids: completion, up to and including the stop token, or the token that completed a stop string.
         forward_passes: passes the request took part in; prefill counts 1.
         commit_lengths: tokens committed by each of those passes.
         ttft_ms, latency_ms: from arrival to the first commit and to the end.
         choice: index among several answers to one prompt.
         logprobs: one for each token of ``token_ids``; None when they were not asked for.
+        text: what ``token_ids`` say before the stop token or stop string, without special tokens; None unless asked for
+            (``Request.detokenize``, or stop strings).
     """
 
     id: str
@@ -147,6 +160,7 @@ class RequestOutput:
     latency_ms: float
     choice: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
+    text: str | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -155,14 +169,18 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Tokens that one step committed for one request; ``finished`` is set with its last commit.
+    """Tokens that one step committed for one request.
 
-    ``logprobs`` has one entry for each new token, None when they were not asked for.
+    Attributes:
+        finished: set with the last commit.
+        new_text: what became certain of the text; joined, these are ``RequestOutput.text``. Empty when that is None.
+        logprobs: one for each new token; None when they were not asked for.
     """
 
     request_id: str
     new_token_ids: tuple[int, ...]
     finished: RequestOutput | None
+    new_text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 

@@ -193,6 +193,25 @@ def test_any_recipe_survives_yaml(
     assert load_recipe(str(path)) == recipe
 
 
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("', '", [", "]),
+        ('"\\n"', ["\n"]),
+        ("a, b", ["a, b"]),
+        ("['a, ', b]", ["a, ", "b"]),
+        ("null", None),
+        ("'null'", ["null"]),
+    ],
+)
+def test_stop_strings_in_a_recipe(tmp_path: Path, text: str, stop: list[str] | None) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"generate:\n  stop: {text}\n", encoding="utf-8")
+    recipe = load_recipe(str(path))
+    assert recipe.generate.stop == stop
+    assert load_recipe(str(save_resolved(recipe, tmp_path))) == recipe
+
+
 @pytest.mark.parametrize("setting", setting_fields().values(), ids=lambda setting: setting.key)
 def test_every_default_can_be_typed(setting: SettingField) -> None:
     default = setting.info.get_default(call_default_factory=True)

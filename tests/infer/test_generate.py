@@ -93,6 +93,55 @@ def test_a_single_prompt_streams_and_ends_with_a_line(base: list[str], capsys: p
     assert plain.err.startswith("1 request: ")
 
 
+def ascii_piece(text: str) -> str:
+    """Two letters of ``text`` that are there once, behind its start."""
+    pieces = [text[n : n + 2] for n in range(2, len(text) - 1)]
+    return next(piece for piece in pieces if piece.isascii() and piece.isprintable() and text.count(piece) == 1)
+
+
+@pytest.mark.parametrize("window", ["1", "16"])
+def test_stop_strings_cut_every_kind_of_output(
+    base: list[str], capsys: pytest.CaptureFixture[str], window: str, tmp_path: Path
+) -> None:
+    flags = [*base, "--dtype", "float64", "--max-tokens", "40", "--ignore-eos", "--window", window]
+    assert cli.main([*flags, "--prompt", "Hello", "--json"]) == 0
+    (whole,) = lines_of(capsys.readouterr().out)
+    stop = ascii_piece(whole["text"])
+    cut = whole["text"].partition(stop)[0]
+    flags += ["--stop", "no such text", stop]
+    assert cli.main([*flags, "--prompt", "Hello", "--json"]) == 0
+    (line,) = lines_of(capsys.readouterr().out)
+    assert list(line) == KEYS
+    assert (line["text"], line["finish_reason"]) == (cut, "stop")
+    assert line["token_ids"] == whole["token_ids"][: line["completion_tokens"]]
+    assert cli.main([*flags, "--prompt", "Hello"]) == 0
+    assert capsys.readouterr().out == cut + ("" if cut.endswith("\n") else "\n")
+    path = prompt_file(tmp_path, {"id": "a", "prompt": "Hello"}, {"id": "b", "prompt": "Hello"})
+    assert cli.main([*flags, "--input", path]) == 0
+    assert capsys.readouterr().out.count(f"<==\n{cut}") == 2
+
+
+def test_ignore_eos_ignores_nothing_else(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*base, "--ignore-eos", "--json", "--prompt", "Hello"]
+    assert cli.main(flags) == 0
+    (whole,) = lines_of(capsys.readouterr().out)
+    stop_id = whole["token_ids"][5]
+    assert cli.main([*flags, "--stop-token-ids", f"{stop_id},258"]) == 0
+    (line,) = lines_of(capsys.readouterr().out)
+    end = whole["token_ids"].index(stop_id)
+    assert (line["token_ids"], line["finish_reason"]) == (whole["token_ids"][: end + 1], "stop")
+    assert whole["text"].startswith(line["text"])
+    assert cli.main([*flags, "--stop-token-ids", "259"]) == 2
+    assert "--stop-token-ids 259: the ids of this model are 0 to 258" in capsys.readouterr().err
+
+
+def test_more_prompts_than_the_queue_holds(base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = prompt_file(tmp_path, *({"prompt": f"{i}"} for i in range(9)))
+    limits = ["--engine.max_num_waiting", "2", "--engine.max_num_seqs", "2"]
+    assert cli.main([*base, "--input", path, "--json", *limits]) == 0
+    assert [line["id"] for line in lines_of(capsys.readouterr().out)] == [str(i + 1) for i in range(9)]
+
+
 def test_several_prompts_are_told_apart(base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = prompt_file(tmp_path, {"id": "a", "prompt": "one"}, {"id": "b", "prompt": "two"})
     assert cli.main([*base, "--input", path, "--prompt", "zero"]) == 0
@@ -149,6 +198,9 @@ def test_standard_input(
         (["--prompt", "x", "--device", "tpu"], "device 'tpu': give auto, cpu, cuda or cuda:N"),
         (["--prompt", "x", "--model", "no/such/folder"], "no such folder"),
         (["--input", "missing.jsonl"], "missing.jsonl: cannot read the prompt file"),
+        (["--prompt", "x", "--stop", ""], "--stop []: empty string, which would end every answer at once"),
+        (["--prompt", "x", "--stop", *"abcdefghijklmnopq"], "17 strings; give at most 16"),
+        (["--prompt", "x", "--stop", "a" * 1025], "a string of 1025 characters; give at most 1024"),
     ],
 )
 def test_wrong_requests(base: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
