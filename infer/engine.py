@@ -234,9 +234,7 @@ def _mark_not_finite(scheduled: Seq[ScheduledRows], logits: torch.Tensor, token_
     is_finite = logits.gather(1, chosen).isfinite()[:, 0]
     if is_finite.all():
         return
-    for part, rows in zip(
-        scheduled, is_finite.split([part.group.num_logit_rows for part in scheduled]), strict=True
-    ):
+    for part, rows in zip(scheduled, is_finite.split([part.group.num_logit_rows for part in scheduled]), strict=True):
         part.sequence.is_finite = part.sequence.is_finite and bool(rows.all())
 
 

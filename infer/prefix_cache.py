@@ -18,15 +18,11 @@ class PrefixCache:
     """Finds pages for requests that arrive or come back, and offers those that are fit for others.
 
     Weights and kernels must stay what ``salt`` says while pages are known; ``PagePool.forget_keys`` drops them all.
-
-    Attributes:
-        num_hit_tokens: positions that needed no rows because their pages were found.
     """
 
     def __init__(self, pool: PagePool, salt: bytes) -> None:
         self.pool = pool
         self.salt = salt
-        self.num_hit_tokens = 0
 
     def find(self, sequence: Sequence) -> None:
         """Give ``sequence``, which holds no pages, the longest known run of its own.

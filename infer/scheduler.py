@@ -56,6 +56,10 @@ class Scheduler:
     and the pool, less what finished requests keep, cannot hold it. Otherwise it takes part in every pass as one that
     decodes, or is the first whose prompt goes on, and ends after a bounded number of passes; then the next one is the
     oldest. A request that was preempted waits at least until the next step, and nobody is admitted before it.
+
+    Attributes:
+        num_preemptions: times a running request lost its pages.
+        num_hit_tokens: tokens of admitted requests that needed no rows, because their pages were known.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_hit_tokens = 0
 
     def schedule(self) -> list[ScheduledRows]:
         """Row groups of the next pass; empty when nothing waits or runs, or when held pages leave no room."""
@@ -152,10 +157,11 @@ class Scheduler:
         if self.prefixes:
             self.prefixes.find(sequence)
         num_missing = self.pool.pages_for(sequence.committed_len) - len(sequence.block_table)
-        if num_missing + num_growing <= self.pool.num_free:
-            return self.pool.grow(sequence.block_table, sequence.committed_len)
-        self.free_pages(sequence)
-        return False
+        if num_missing + num_growing > self.pool.num_free:
+            self.free_pages(sequence)
+            return False
+        self.num_hit_tokens += sequence.num_computed
+        return self.pool.grow(sequence.block_table, sequence.committed_len)
 
     def _will_grow(self, sequence: Sequence) -> bool:
         # The last token is returned, never read: it needs no slot.

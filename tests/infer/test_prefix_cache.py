@@ -63,7 +63,7 @@ def test_the_longest_common_run_of_pages_is_found(first: list[int], second: list
     ):
         expected += 1
     assert other.block_table == owner.block_table[:expected]
-    assert other.num_computed == other.num_proven == expected * 2 == prefixes.num_hit_tokens
+    assert other.num_computed == other.num_proven == expected * 2
     pool.check_integrity([owner.block_table, other.block_table])
 
 
@@ -123,8 +123,7 @@ def test_answers_are_the_same_with_pages_found(loaded: LoadedModel, window: int)
         tape = run_checked(engine, [make_request(str(n), text, 20 - turn * 5, window=window) for n in range(3)])
         for output in tape.outputs.values():
             assert list(output.token_ids) == expected[turn * 5 :]
-    assert engine.prefixes is not None
-    assert engine.prefixes.num_hit_tokens == 3 * (16 + 20)
+    assert engine.scheduler.num_hit_tokens == 3 * (16 + 20)
 
 
 def test_a_preempted_request_finds_its_own_pages_again(loaded: LoadedModel) -> None:
@@ -137,8 +136,7 @@ def test_a_preempted_request_finds_its_own_pages_again(loaded: LoadedModel) -> N
         expected = decode_ar(loaded.model, request.prompt_ids, request.params.max_tokens)
         assert list(tape.outputs[request.id].token_ids) == expected
     assert engine.scheduler.num_preemptions == 1
-    assert engine.prefixes is not None
-    assert engine.prefixes.num_hit_tokens > 0
+    assert engine.scheduler.num_hit_tokens > 0
 
 
 def test_pages_that_are_needed_are_given_up_the_longest_unused_first(loaded: LoadedModel) -> None:
