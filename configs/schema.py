@@ -125,6 +125,10 @@ class EngineConfig(Section):
     max_num_seqs: int = Field(64, ge=1, description="requests that decode at the same time")
     max_num_waiting: int = Field(1024, ge=1, description="requests that may wait for a place; more are refused")
     max_num_rows: int = Field(2048, ge=1, description="rows of one forward pass, prefill and windows together")
+    max_prefill_rows: int = Field(
+        512, ge=1, description="prompt rows of one forward pass; the rest of a long prompt waits for the next"
+    )
+    prefix_sharing: bool = Field(True, description="requests that begin with the same tokens share their K/V pages")
     num_threads: int = Field(0, ge=0, description="CPU threads; 0 leaves torch's own choice")
 
 

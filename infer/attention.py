@@ -382,6 +382,8 @@ class SdpaBackend:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
+        self.keys = cache.keys
+        self.values = cache.values
         self._layers_seen: set[int] = set()
 
     @contextmanager

@@ -96,6 +96,7 @@ def run_cells(
         UsageError: a prompt that the engine refuses.
     """
     engine = LLMEngine(loaded, engine_config)
+    print(engine.describe_memory(), file=sys.stderr)
     for cell in cells:
         measure(engine, _requests(loaded, config, prompt_ids[: cell.batch_size], cell, WARM_UP_TOKENS))
     measured: dict[Cell, list[Measurement]] = {cell: [] for cell in cells}

@@ -13,10 +13,11 @@ import torch
 from jacobi_llm.configs.errors import QueueFullError, RunError, UsageError
 from jacobi_llm.configs.schema import EngineConfig
 from jacobi_llm.infer.completion_text import CompletionText
-from jacobi_llm.infer.kv_pages import PagePool, bytes_per_token, num_pages_for
+from jacobi_llm.infer.kv_pages import PagePool, bytes_per_token, describe_pages, num_pages_for
 from jacobi_llm.infer.logprobs import token_logprobs
 from jacobi_llm.infer.model_runner import make_runner
 from jacobi_llm.infer.models import LoadedModel
+from jacobi_llm.infer.prefix_cache import PrefixCache
 from jacobi_llm.infer.processors import LogitsProcessors
 from jacobi_llm.infer.request import Request, RequestOutput, Sequence, StepOutput
 from jacobi_llm.infer.rule import commit
@@ -39,14 +40,19 @@ class LLMEngine:
         self.max_context = loaded.max_context
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         num_pages = num_pages_for(model.config, model.dtype, config.page_size, config.kv_memory_mib << 20)
-        self.pool = PagePool(num_pages, config.page_size)
-        self.kv_bytes_per_token = bytes_per_token(model.config, model.dtype)
         self.runner = make_runner(model, config, num_pages, loaded.name)
+        self.pool = PagePool(num_pages, config.page_size, clear=self.runner.backend.clear)
+        self.kv_bytes_per_token = bytes_per_token(model.config, model.dtype)
+        # Everything but the adapter that K/V of equal tokens depends on.
+        salt = repr((loaded.path, model.config.model_type, str(model.dtype), self.runner.backend.attention_name))
+        self.prefixes = PrefixCache(self.pool, salt.encode()) if config.prefix_sharing else None
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=config.max_num_seqs,
             max_num_rows=config.max_num_rows,
+            max_prefill_rows=config.max_prefill_rows,
             max_context=self.max_context,
+            prefixes=self.prefixes,
         )
         self.max_num_waiting = config.max_num_waiting
         self._sequences: dict[str, Sequence] = {}
@@ -168,18 +174,37 @@ class LLMEngine:
 
     def release(self, request_id: str) -> None:
         """Free the pages of a finished request that kept them."""
-        self.pool.release(self._sequences.pop(request_id).block_table)
+        self.scheduler.free_pages(self._sequences.pop(request_id))
+
+    def describe_memory(self) -> str:
+        """One line on what the K/V pages hold: ``K/V: 1,024 MiB = 46,592 tokens in ...``."""
+        return f"K/V: {describe_pages(self.pool.num_pages, self.pool.page_size, self.kv_bytes_per_token)}"
+
+    def reset_prefix_cache(self) -> None:
+        """Share nothing that was computed before now: a measurement, or a shard, starts as in a new engine."""
+        self.pool.forget_keys()
 
     def check_integrity(self) -> None:
-        """Prove that every page is owned once and none is leaked.
+        """Prove that every page is free, cached or counted once for each request that holds it, and none is leaked.
+
+        Also that what is shared is right to share: a page that can be found holds the tokens of its key, lies wholly
+        below what is proven, and will not be written.
 
         Raises:
             AssertionError: an invariant of the engine is broken.
         """
+        size = self.pool.page_size
         self.pool.check_integrity(sequence.block_table for sequence in self._sequences.values())
-        for sequence in self.scheduler.running:
-            assert sequence.num_computed < sequence.committed_len, "K/V of a token that is not committed is in use"
-            assert sequence.num_computed <= len(sequence.block_table) * self.pool.page_size, "K/V beyond the pages"
+        for sequence in self._sequences.values():
+            assert sequence.num_proven <= sequence.num_computed < sequence.committed_len, "K/V in use is not committed"
+            assert sequence.num_computed <= len(sequence.block_table) * size, "K/V beyond the pages"
+            for index, page in enumerate(sequence.block_table):
+                key = self.pool.key_of(page)
+                if (index + 1) * size > sequence.num_proven:
+                    assert key is None, "a page can be found before all of it is proven"
+                    assert self.pool.num_holders(page) == 1, "a page that will be written is shared"
+                elif key is not None:
+                    assert list(key.token_ids) == sequence.tokens_from(index * size, size), "a key of other tokens"
 
     def _text_of(self, request: Request) -> CompletionText | None:
         if not (request.detokenize or request.params.stop):
@@ -190,6 +215,7 @@ class LLMEngine:
         """The chosen token after every logit row, and those rows' logits, for each part of the pass."""
         logits = self.runner.forward([part.group for part in scheduled])
         chosen = choose(logits, [_rows_of(part) for part in scheduled])
+        _mark_not_finite(scheduled, logits, chosen)
         return chosen, logits.split([part.group.num_logit_rows for part in scheduled])
 
     def _commit(self, part: ScheduledRows, predictions: list[int], logits: torch.Tensor) -> StepOutput | None:
@@ -213,6 +239,11 @@ class LLMEngine:
         sequence.completion_ids.extend(result.token_ids)
         sequence.carried = result.next_guesses
         sequence.num_computed = sequence.committed_len - 1
+        if sequence.is_finite:
+            # The row that predicted the last token has read the K/V of all before it.
+            sequence.num_proven = sequence.num_computed
+            if self.prefixes:
+                self.prefixes.offer(sequence)
         sequence.num_passes += 1
         sequence.commit_lengths.append(len(result.token_ids))
         sequence.first_token_s = sequence.first_token_s or now_s
@@ -254,6 +285,25 @@ def _rows_of(part: ScheduledRows) -> RequestRows:
         completion_ids=sequence.completion_ids,
         guesses=part.guesses,
     )
+
+
+def _mark_not_finite(scheduled: Seq[ScheduledRows], logits: torch.Tensor, chosen: list[list[int]]) -> None:
+    """Mark the requests that met NaN or infinity; one logit per row tells, for a hidden state with NaN makes all NaN.
+
+    Args:
+        scheduled: the requests of the pass.
+        logits: [N, vocab].
+        chosen: tokens by request, N in all.
+    """
+    token_ids = [token_id for tokens in chosen for token_id in tokens]
+    if not token_ids:
+        return
+    columns = torch.tensor(token_ids, device=logits.device)[:, None]
+    is_finite = logits.gather(1, columns).isfinite()[:, 0]
+    if is_finite.all():
+        return
+    for part, rows in zip(scheduled, is_finite.split([part.group.num_logit_rows for part in scheduled]), strict=True):
+        part.sequence.is_finite = part.sequence.is_finite and bool(rows.all())
 
 
 def _output_of(sequence: Sequence) -> RequestOutput:

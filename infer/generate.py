@@ -26,7 +26,7 @@ from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import GenerateConfig, PromptFormat, Recipe
 from jacobi_llm.infer.device import resolve_device
 from jacobi_llm.infer.engine import LLMEngine
-from jacobi_llm.infer.kv_pages import num_pages_for
+from jacobi_llm.infer.kv_pages import bytes_per_token, describe_pages, num_pages_for
 from jacobi_llm.infer.models import LoadedModel, load_model, load_tokenizer, max_context, resolve_model
 from jacobi_llm.infer.prompt import Prompt, read_prompt_file, render_prompt
 from jacobi_llm.infer.quiet import quiet_libraries
@@ -53,6 +53,7 @@ def run(recipe: Recipe, options: Options) -> int:
     check_format(config.format, loaded.tokenizer, config.model)
     params = make_params(config, loaded)
     engine = LLMEngine(loaded, recipe.engine)
+    print(engine.describe_memory(), file=sys.stderr)
     report: Report
     if options.json:
         report = JsonReport([prompt.id for prompt in prompts])
@@ -206,9 +207,8 @@ def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[d
         model_config = AutoConfig.from_pretrained(resolve_model(config.model))
     context = max_context(model_config, tokenizer)
     page_size = recipe.engine.page_size
-    num_pages = num_pages_for(
-        model_config, getattr(torch, config.dtype.value), page_size, recipe.engine.kv_memory_mib << 20
-    )
+    dtype = getattr(torch, config.dtype.value)
+    num_pages = num_pages_for(model_config, dtype, page_size, recipe.engine.kv_memory_mib << 20)
     lengths: list[int] = []
     faults: list[str] = []
     for prompt in prompts:
@@ -235,6 +235,7 @@ def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[d
         "completion_tokens_at_most": sum(budgets),
         "prompts_refused": len(faults),
         "context_tokens": context,
+        "kv_memory": describe_pages(num_pages, page_size, bytes_per_token(model_config, dtype)),
         "page_tokens": page_size,
         "pages": num_pages,
         "pages_at_most": sum(needs),

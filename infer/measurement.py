@@ -77,6 +77,8 @@ def measure(
 ) -> Measurement:
     """Decode ``requests`` to their end and time it.
 
+    K/V pages of earlier measurements are not found again: prefill is part of what is measured.
+
     Args:
         engine: idle; it is left idle.
         requests: at least one.
@@ -89,6 +91,7 @@ def measure(
     """
     if not requests or (in_flight is not None and in_flight < 1):
         raise ValueError("a measurement needs at least one request, and at least one in flight")
+    engine.reset_prefix_cache()
     waiting = deque(requests)
     finished: dict[str, RequestOutput] = {}
     before = (engine.runner.num_passes, engine.runner.num_rows, engine.scheduler.num_preemptions)

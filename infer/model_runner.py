@@ -31,10 +31,13 @@ class Backend(Protocol):
 
     Attributes:
         attention_name: what it is registered as with transformers.
+        keys, values: pages of each layer that has attended; the layout is the backend's own.
         has_attended: whether some layer called it in the last eager pass.
     """
 
     attention_name: str
+    keys: dict[int, torch.Tensor]
+    values: dict[int, torch.Tensor]
 
     @property
     def has_attended(self) -> bool: ...

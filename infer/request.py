@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import DecodeMode, FillPolicy
-from jacobi_llm.infer.logprobs import TokenLogprob
-from jacobi_llm.infer.processors import LogitsProcessors
 from jacobi_llm.configs.stop_strings import stop_string_faults
 from jacobi_llm.infer.completion_text import CompletionText
+from jacobi_llm.infer.kv_pages import PageKey
+from jacobi_llm.infer.logprobs import TokenLogprob
+from jacobi_llm.infer.processors import LogitsProcessors
 from jacobi_llm.infer.rule import FinishReason
 from jacobi_llm.infer.sampling_params import SamplingParams
 
@@ -73,7 +74,8 @@ class Request:
     detokenize: bool = False
 
 
-@dataclass
+# Compared by identity: the scheduler looks for sequences in its lists at every step.
+@dataclass(eq=False)
 class Sequence:
     """Decoding state of a request; the engine alone mutates it.
 
@@ -83,6 +85,10 @@ class Sequence:
         completion_ids: committed completion tokens.
         text: of the completion; None when nobody needs it.
         num_computed: positions with valid K/V.
+        num_proven: positions among these that a row with finite logits has read, so that their K/V is finite too.
+        is_finite: False once a logit row of this request held NaN or infinity.
+        page_keys: keys of its first full pages, as far as they were asked for.
+        num_offered_pages: leading pages that came from others or were offered to them.
         carried: guesses left by the last pass.
         block_end: completion length at which the current block ends (block mode).
         commit_lengths: tokens committed by each pass that committed any, in order.
@@ -98,6 +104,10 @@ class Sequence:
     processors: LogitsProcessors | None = None
     completion_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_proven: int = 0
+    is_finite: bool = True
+    page_keys: list[PageKey] = field(default_factory=list)
+    num_offered_pages: int = 0
     carried: list[int] = field(default_factory=list)
     block_end: int = 0
     block_table: list[int] = field(default_factory=list)

@@ -15,7 +15,6 @@ from transformers import AutoConfig, PreTrainedModel
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import DecodeMode, Dtype, FillPolicy
 from jacobi_llm.infer.models import LoadedModel, check_supported, load_model
-from jacobi_llm.infer.native_attention import NativeBackend
 from tests.infer.decoding import decode_ar, generate, make_engine, make_request, random_prompt, run_checked
 from tests.tiny_models import FAMILIES, save_tiny_checkpoint, tiny_loaded
 
@@ -188,6 +187,4 @@ def test_lower_precisions_run(family: str, dtype: torch.dtype, page_size: int) -
     engine = make_engine(loaded, page_size=page_size)
     tape = run_checked(engine, requests)
     assert all(len(output.token_ids) == 20 for output in tape.outputs.values())
-    backend = engine.runner.backend
-    keys = backend.keys if isinstance(backend, NativeBackend) else backend.cache.keys
-    assert keys[0].dtype == dtype
+    assert engine.runner.backend.keys[0].dtype == dtype
