@@ -3,7 +3,8 @@
 In bf16 the rounding depends on the kernels and on how many rows share a pass, so two right engines may part where two
 tokens are nearly as likely. How near is measured in the same run: a peer's completions alone and in a batch of 8 differ
 by rounding only. The gap of a difference is taken from the same weights in float32, and one is explained up to twice
-the largest gap that the peers' own differences have. Our engine has no say in that bound.
+the largest gap that the peers' own differences have. Our engine has no say in that bound, and no bound is wider than
+what rounding can do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from jacobi_llm.infer.near_tie import FP32_BOUND, first_difference
 
 Completions = Sequence[tuple[int, ...]]
 BOUND_FACTOR = 2.0
+# A logit of 16 to 32 moves in steps of 0.125 in bf16: eight steps are a fault, whoever makes it.
+WIDEST_BOUND = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def rounding_bound(alone_and_batched: Mapping[str, Sequence[Parting | None]]) ->
         alone_and_batched: for each peer, where its completions alone and in a batch part.
     """
     gaps = [parting.gap for partings in alone_and_batched.values() for parting in partings if parting]
-    return max(BOUND_FACTOR * max(gaps, default=0.0), FP32_BOUND)
+    return min(max(BOUND_FACTOR * max(gaps, default=0.0), FP32_BOUND), WIDEST_BOUND)
 
 
 def summarise(partings: Iterable[Parting | None], bound: float) -> dict[str, Any]:

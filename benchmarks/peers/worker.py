@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from jacobi_llm.configs.errors import RunError
 LOAD_TIMEOUT_S = 900.0
 REPLY_TIMEOUT_S = 600.0
 _END_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 20.0
 _NUM_LOG_LINES = 15
 
 
@@ -127,8 +129,18 @@ class Worker:
         return reply
 
     def _fall_asleep(self) -> None:
-        self._signal(signal.SIGSTOP)
+        # A signal takes its time on a busy machine, and the next turn must not begin before.
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        while not self._is_stopped_or_ended():
+            if time.monotonic() > deadline_s:
+                raise self._failure("cannot be stopped")
+            self._signal(signal.SIGSTOP)
+            time.sleep(0.001)
         self._cpu_s_at_sleep = family_cpu_s(self._process.pid)
+
+    def _is_stopped_or_ended(self) -> bool:
+        flags = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self._process.pid, flags) is not None
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -71,16 +71,25 @@ def load(flags: Flags) -> Served:
 def prepare(flags: Flags) -> None:
     """Set the variables that vLLM and OpenMP read when they are loaded; with Intel's OpenMP, begin anew."""
     variant = VARIANTS[flags.variant]
+    cores = ",".join(map(str, _cores(flags)))
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE=str(KV_MEMORY_GIB),
-        VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, _cores(flags))),
+        VLLM_CPU_OMP_THREADS_BIND=cores,
         VLLM_ENABLE_V1_MULTIPROCESSING=str(int(variant.has_own_process)),
         VLLM_LOGGING_LEVEL="WARNING",
         VLLM_NO_USAGE_STATS="1",
     )
-    iomp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if variant.preloads_iomp and "LD_PRELOAD" not in os.environ:
-        os.environ["LD_PRELOAD"] = str(iomp)
+    if not variant.has_own_process:
+        # What vLLM sets for its own processes.
+        os.environ.update(
+            GOMP_CPU_AFFINITY=cores,
+            KMP_AFFINITY=f"granularity=fine,explicit,proclist=[{cores}]",
+            KMP_BLOCKTIME="5",
+            KMP_TPAUSE="0",
+        )
+    iomp = str(Path(sys.prefix) / "lib" / "libiomp5.so")
+    if variant.preloads_iomp and os.environ.get("LD_PRELOAD") != iomp:
+        os.environ["LD_PRELOAD"] = iomp
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.peers.worker_vllm", *sys.argv[1:]])
 
 
