@@ -1,0 +1,1 @@
+"""Measurements that need minutes: run from the root of the repository, results in ``benchmarks/results``."""
