@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jacobi_llm.configs.schema import DecodeMode, FillPolicy
+from jacobi_llm.infer.ngram_index import NgramMemory
 from jacobi_llm.infer.rule import FinishReason
 
 
@@ -14,7 +15,7 @@ class DecodeParams:
 
     Attributes:
         max_tokens: completion budget (tokens), met exactly.
-        window: rows per pass in steady state; 1 is plain AR.
+        window: rows per pass in steady state; 1 is plain AR; None lets the engine choose in every step (sliding mode).
         mode: sliding (serving) or block.
         fill: policy of fresh guesses.
         stop_token_ids: every id that ends the request; empty to ignore EOS.
@@ -23,7 +24,7 @@ class DecodeParams:
     """
 
     max_tokens: int
-    window: int = 16
+    window: int | None = 16
     mode: DecodeMode = DecodeMode.SLIDING
     fill: FillPolicy = FillPolicy.REPEAT_LAST
     stop_token_ids: frozenset[int] = frozenset()
@@ -31,8 +32,10 @@ class DecodeParams:
     choice: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1 or self.window < 1:
+        if self.max_tokens < 1 or (self.window is not None and self.window < 1):
             raise ValueError(f"max_tokens ({self.max_tokens}) and window ({self.window}) must be at least 1")
+        if self.window is None and self.mode is DecodeMode.BLOCK:
+            raise ValueError("block mode needs a window")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Sequence:
         completion_ids: committed completion tokens.
         num_computed: positions with valid K/V.
         carried: guesses left by the last pass.
+        ngrams: what n-gram guesses are copied from, made when first needed.
         block_end: completion length at which the current block ends (block mode).
         commit_lengths: tokens committed by each pass that committed any, in order.
         num_passes: passes the request took part in; prefill counts 1 however chunked.
@@ -75,6 +79,7 @@ class Sequence:
     completion_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     carried: list[int] = field(default_factory=list)
+    ngrams: NgramMemory | None = None
     block_end: int = 0
     block_table: list[int] = field(default_factory=list)
     commit_lengths: list[int] = field(default_factory=list)
