@@ -391,7 +391,7 @@ def _metavar(setting: SettingField) -> str:
     elif setting.base is bool:
         word = "true|false"
     else:
-        word = {"int": "N", "float": "X", "str": "TEXT"}[setting.base.__name__]
+        word = "|".join([{"int": "N", "float": "X", "str": "TEXT"}[setting.base.__name__], *setting.words])
     if setting.many:
         return f"{word} ..." if setting.verbatim else f"{word},..."
     return word

@@ -7,6 +7,7 @@ file describes a whole road (collect, train, evaluate). All counts are in tokens
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -42,6 +43,16 @@ class FillPolicy(StrEnum):
 
     REPEAT_LAST = "repeat-last"
     PROMPT_DRAW = "prompt-draw"
+    NGRAM = "ngram"
+
+
+class Auto(StrEnum):
+    """A number that is chosen while it runs."""
+
+    AUTO = "auto"
+
+
+Window = Annotated[int, Field(ge=1, le=1024)] | Auto
 
 
 class DecodeMode(StrEnum):
@@ -157,12 +168,21 @@ class CollectConfig(Section):
     window: int = Field(16, ge=2, le=1024, description="block size n (tokens)")
     max_tokens: int = Field(256, ge=1, description="longest completion (tokens)")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are skipped and counted (tokens)")
-    init: FillPolicy = Field(FillPolicy.PROMPT_DRAW, description="initial guesses y(0) of a block")
+    init: FillPolicy = Field(
+        FillPolicy.PROMPT_DRAW, description="initial guesses y(0) of a block: prompt-draw or repeat-last"
+    )
     decode_window: int = Field(1, ge=1, description="serving window used to decode y* (tokens); 1 is plain AR")
     wave_size: int = Field(64, ge=1, description="completions decoded and iterated together")
     shard_size: int = Field(64, ge=1, description="completions per Parquet shard, the unit of resume")
     on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
     seed: int = Field(0, ge=0, description="seed of the prompt draw and of the initial guesses")
+
+    @field_validator("init")
+    @classmethod
+    def _known_from_prompt_and_prefix(cls, init: FillPolicy) -> FillPolicy:
+        if init is FillPolicy.NGRAM:
+            raise ValueError("states are drawn from prompt and prefix alone; use prompt-draw or repeat-last")
+        return init
 
 
 class LoraConfig(Section):
@@ -239,8 +259,8 @@ class EvalConfig(Section):
     split: Split = Field(Split.HELDOUT, description="part of the source to read")
     format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
     num_prompts: int = Field(16, ge=1, description="prompts decoded")
-    window: int = Field(16, ge=1, description="window (tokens)")
-    fill: FillPolicy = Field(FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses")
+    window: Window = Field(16, description="window (tokens), or auto")
+    fill: FillPolicy = Field(FillPolicy.NGRAM, description="fill policy of fresh guesses")
     max_tokens: int = Field(128, ge=1, description="longest completion (tokens)")
     batch_size: int = Field(8, ge=1, description="requests decoded together")
     repeats: int = Field(1, ge=1, description="jacobi-train eval: paired repeats; medians are reported")
@@ -260,12 +280,14 @@ class GenerateConfig(Section):
     prompt: str | None = Field(None, description="one prompt")
     input: str | None = Field(None, description="JSONL file with id and prompt or messages; - reads standard input")
     format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
-    window: int = Field(
-        16, ge=1, le=1024, description="window (tokens); 1 is plain AR; a trained checkpoint brings its own default"
+    window: Window = Field(
+        Auto.AUTO,
+        description="window (tokens); 1 is plain AR; auto chooses it for every request and step; block mode takes that "
+        "of a trained checkpoint for auto",
     )
     mode: DecodeMode = Field(DecodeMode.SLIDING, description="sliding (serving) or block")
     fill: FillPolicy = Field(
-        FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses; a trained checkpoint brings its own default"
+        FillPolicy.NGRAM, description="fill policy of fresh guesses; a trained checkpoint brings its own default"
     )
     max_tokens: int = Field(256, ge=1, description="longest completion (tokens)")
     stop: list[str] | None = Field(
@@ -297,9 +319,11 @@ class BenchConfig(Section):
     format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
     num_prompts: int = Field(8, ge=1, description="prompts decoded per cell")
     modes: list[DecodeMode] = Field([DecodeMode.SLIDING], description="window modes")
-    windows: list[int] = Field([1, 8, 16], min_length=1, description="windows (tokens); 1 is plain AR and always runs")
+    windows: list[Window] = Field(
+        [1, 8, 16], min_length=1, description="windows (tokens), or auto; 1 is plain AR and always runs"
+    )
     batch_sizes: list[int] = Field([1, 4], min_length=1, description="requests in flight")
-    fill: FillPolicy = Field(FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses")
+    fill: FillPolicy = Field(FillPolicy.NGRAM, description="fill policy of fresh guesses")
     max_tokens: int = Field(128, ge=1, description="longest completion (tokens)")
     repeats: int = Field(3, ge=1, description="paired repeats of every cell; medians are reported")
     output: str | None = Field(None, description="folder for bench.json and bench.png; null writes none")
@@ -307,9 +331,8 @@ class BenchConfig(Section):
 
     @model_validator(mode="after")
     def _positive(self) -> BenchConfig:
-        for name in ("windows", "batch_sizes"):
-            if any(value < 1 for value in getattr(self, name)):
-                raise ValueError(f"{name} must all be at least 1")
+        if any(value < 1 for value in self.batch_sizes):
+            raise ValueError("batch_sizes must all be at least 1")
         return self
 
 

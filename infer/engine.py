@@ -12,7 +12,9 @@ import torch
 
 from jacobi_llm.configs.errors import QueueFullError, RunError, UsageError
 from jacobi_llm.configs.schema import EngineConfig
+from jacobi_llm.infer.calibration import pass_times
 from jacobi_llm.infer.completion_text import CompletionText
+from jacobi_llm.infer.cost_model import CostModel
 from jacobi_llm.infer.kv_pages import PagePool, bytes_per_token, describe_pages, num_pages_for
 from jacobi_llm.infer.logprobs import token_logprobs
 from jacobi_llm.infer.model_runner import make_runner
@@ -23,6 +25,7 @@ from jacobi_llm.infer.request import Request, RequestOutput, Sequence, StepOutpu
 from jacobi_llm.infer.rule import commit
 from jacobi_llm.infer.sampler import RequestRows, choose
 from jacobi_llm.infer.scheduler import ScheduledRows, Scheduler
+from jacobi_llm.infer.window_policy import AutoWindows
 
 
 class LLMEngine:
@@ -36,7 +39,9 @@ class LLMEngine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         model = loaded.model
+        self.config = config
         self.tokenizer = loaded.tokenizer
+        self.acceptance_by_depth = loaded.acceptance_by_depth
         self.max_context = loaded.max_context
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         num_pages = num_pages_for(model.config, model.dtype, config.page_size, config.kv_memory_mib << 20)
@@ -114,11 +119,22 @@ class LLMEngine:
                 f"request {request.id}: {prompt_len} prompt + {max_tokens} completion tokens need {num_pages} K/V pages"
                 f", the pool has {self.pool.num_pages}; raise engine.kv_memory_mib or lower max_tokens"
             )
+        if request.params.window is None:
+            self.use_auto_windows()
         request = replace(request, params=replace(request.params, max_tokens=max_tokens))
         self._sequences[request.id] = Sequence(
             request, time.perf_counter(), self._text_of(request), _processors_of(request, self.vocab_size)
         )
         self.scheduler.waiting.append(self._sequences[request.id])
+
+    def use_auto_windows(self) -> None:
+        """Get ready for requests without a window of their own; the first one does it, if nobody has before.
+
+        Pass times are read from the user's cache, or measured, which takes seconds.
+        """
+        if not isinstance(self.scheduler.windows, AutoWindows):
+            cost = CostModel(pass_times(self.runner, self.pool, self.config))
+            self.scheduler.windows = AutoWindows(cost, self.acceptance_by_depth)
 
     def step(self) -> list[StepOutput]:
         """One pass: schedule, forward, commit."""
@@ -127,7 +143,9 @@ class LLMEngine:
             if self.scheduler.waiting:
                 raise RunError("requests wait, but finished ones keep all K/V pages; raise engine.kv_memory_mib")
             return []
+        started_s = time.perf_counter()
         chosen, logits = self._forward(scheduled)
+        self.scheduler.windows.observe_pass([part.group for part in scheduled], time.perf_counter() - started_s)
         return [
             out
             for part, predictions, rows in zip(scheduled, chosen, logits, strict=True)
@@ -247,6 +265,7 @@ class LLMEngine:
         sequence.num_passes += 1
         sequence.commit_lengths.append(len(result.token_ids))
         sequence.first_token_s = sequence.first_token_s or now_s
+        self.scheduler.learn(part, result)
         finished = None
         if result.finish_reason:
             sequence.finish_reason = result.finish_reason

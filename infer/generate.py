@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from jacobi_llm.configs.checkpoint import load_checkpoint_config
 from jacobi_llm.configs.cli import EXIT_INTERRUPTED, Options
 from jacobi_llm.configs.errors import UsageError
-from jacobi_llm.configs.schema import GenerateConfig, PromptFormat, Recipe
+from jacobi_llm.configs.schema import Auto, DecodeMode, GenerateConfig, PromptFormat, Recipe
 from jacobi_llm.infer.device import resolve_device
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.kv_pages import bytes_per_token, describe_pages, num_pages_for
@@ -42,6 +42,7 @@ def run(recipe: Recipe, options: Options) -> int:
     config = recipe.generate
     device = resolve_device(config.device)
     take_checkpoint_settings(config, options.explicit)
+    check_mode(config)
     prompts = read_prompts(config)
     if options.dry_run:
         plan, faults = make_plan(recipe, device, prompts)
@@ -54,6 +55,8 @@ def run(recipe: Recipe, options: Options) -> int:
     params = make_params(config, loaded)
     engine = LLMEngine(loaded, recipe.engine)
     print(engine.describe_memory(), file=sys.stderr)
+    if config.window is Auto.AUTO:
+        engine.use_auto_windows()
     report: Report
     if options.json:
         report = JsonReport([prompt.id for prompt in prompts])
@@ -85,7 +88,9 @@ def run(recipe: Recipe, options: Options) -> int:
 
 
 def take_checkpoint_settings(config: GenerateConfig, explicit: Collection[str]) -> None:
-    """Start from the window and fill policy that the adapter or model was trained for, where nothing else was asked.
+    """Start from the fill policy (in block mode the window too) that the adapter or model was trained for.
+
+    What was asked for stays. An automatic window needs none from the checkpoint: the engine reads its acceptance.
 
     Args:
         config: changed in place.
@@ -94,10 +99,20 @@ def take_checkpoint_settings(config: GenerateConfig, explicit: Collection[str]) 
     about = load_checkpoint_config(config.adapter) if config.adapter else load_checkpoint_config(config.model)
     if about is None:
         return
-    if "generate.window" not in explicit:
+    if config.mode is DecodeMode.BLOCK and config.window is Auto.AUTO:
         config.window = about.window
     if "generate.fill" not in explicit:
         config.fill = about.fill
+
+
+def check_mode(config: GenerateConfig) -> None:
+    """Refuse settings that do not go together.
+
+    Raises:
+        UsageError: block mode without a window.
+    """
+    if config.mode is DecodeMode.BLOCK and config.window is Auto.AUTO:
+        raise UsageError("generate.mode block: a block needs a fixed length; give one, such as --window 16")
 
 
 def read_prompts(config: GenerateConfig) -> list[Prompt]:
@@ -170,7 +185,7 @@ def make_params(config: GenerateConfig, loaded: LoadedModel) -> DecodeParams:
         raise UsageError(f"--stop-token-ids {outside[0]}: the ids of this model are 0 to {vocab_size - 1}")
     return DecodeParams(
         max_tokens=config.max_tokens,
-        window=config.window,
+        window=None if config.window is Auto.AUTO else config.window,
         mode=config.mode,
         fill=config.fill,
         stop_token_ids=asked if config.ignore_eos else asked.union(loaded.eos_token_ids),

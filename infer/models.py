@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from jacobi_llm.configs.checkpoint import load_checkpoint_config
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.schema import Dtype
 from jacobi_llm.infer.embedded import EMBEDDED_NAME, embedded_model_dir
@@ -109,6 +110,8 @@ class LoadedModel:
         path: the folder or hub id that was read.
         eos_token_ids: every id that ends a completion, ascending; empty when the checkpoint names none.
         max_context: positions the model can read, prompt and completion together (tokens).
+        acceptance_by_depth: item d-1 is P(guess at depth d accepted | depth d-1 accepted) as the checkpoint states it;
+            empty when it states none.
     """
 
     model: PreTrainedModel
@@ -117,6 +120,7 @@ class LoadedModel:
     path: str
     eos_token_ids: tuple[int, ...]
     max_context: int
+    acceptance_by_depth: tuple[float, ...] = ()
 
 
 def resolve_model(name: str) -> str:
@@ -189,6 +193,7 @@ def load_model(
         model = _merge_adapter(model, adapter_path)
     model.eval()
     model.to(torch.device(device))  # type: ignore[arg-type]
+    about = load_checkpoint_config(path if adapter_path is None else adapter_path)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -196,6 +201,7 @@ def load_model(
         path=path,
         eos_token_ids=eos_token_ids(model),
         max_context=max_context(model.config, tokenizer),
+        acceptance_by_depth=tuple(about.acceptance_by_depth) if about else (),
     )
 
 

@@ -10,6 +10,7 @@ from jacobi_llm.configs.stop_strings import stop_string_faults
 from jacobi_llm.infer.completion_text import CompletionText
 from jacobi_llm.infer.kv_pages import PageKey
 from jacobi_llm.infer.logprobs import TokenLogprob
+from jacobi_llm.infer.ngram_index import NgramMemory
 from jacobi_llm.infer.processors import LogitsProcessors
 from jacobi_llm.infer.rule import FinishReason
 from jacobi_llm.infer.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ class DecodeParams:
 
     Attributes:
         max_tokens: completion budget (tokens), met exactly.
-        window: rows per pass in steady state; 1 is plain AR.
+        window: rows per pass in steady state; 1 is plain AR; None lets the engine choose in every step (sliding mode).
         mode: sliding (serving) or block.
         fill: policy of fresh guesses.
         stop_token_ids: every id that ends the request; empty to ignore EOS.
@@ -35,7 +36,7 @@ class DecodeParams:
     """
 
     max_tokens: int
-    window: int = 16
+    window: int | None = 16
     mode: DecodeMode = DecodeMode.SLIDING
     fill: FillPolicy = FillPolicy.REPEAT_LAST
     stop_token_ids: frozenset[int] = frozenset()
@@ -45,12 +46,14 @@ class DecodeParams:
     sampling: SamplingParams = SamplingParams()
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1 or self.window < 1:
+        if self.max_tokens < 1 or (self.window is not None and self.window < 1):
             raise ValueError(f"max_tokens ({self.max_tokens}) and window ({self.window}) must be at least 1")
         if not -(2**63) <= self.seed < 2**64 or not 0 <= self.choice < 2**32:
             raise UsageError(f"seed: {self.seed}, choice {self.choice}: a seed has 64 bits, a choice 32; give less")
         if faults := stop_string_faults(self.stop):
             raise UsageError([f"stop: {fault}" for fault in faults])
+        if self.window is None and self.mode is DecodeMode.BLOCK:
+            raise ValueError("block mode needs a window")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Sequence:
         page_keys: keys of its first full pages, as far as they were asked for.
         num_offered_pages: leading pages that came from others or were offered to them.
         carried: guesses left by the last pass.
+        ngrams: what n-gram guesses are copied from, made when first needed.
         block_end: completion length at which the current block ends (block mode).
         commit_lengths: tokens committed by each pass that committed any, in order.
         processors: what changes its logits; None when nothing does.
@@ -109,6 +113,7 @@ class Sequence:
     page_keys: list[PageKey] = field(default_factory=list)
     num_offered_pages: int = 0
     carried: list[int] = field(default_factory=list)
+    ngrams: NgramMemory | None = None
     block_end: int = 0
     block_table: list[int] = field(default_factory=list)
     commit_lengths: list[int] = field(default_factory=list)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
-from jacobi_llm.configs.schema import DecodeMode
-from jacobi_llm.infer.fill import fill_guesses
+from jacobi_llm.configs.schema import DecodeMode, FillPolicy
+from jacobi_llm.infer.fill import Filler, make_fillers
 from jacobi_llm.infer.kv_pages import PagePool
 from jacobi_llm.infer.prefix_cache import PrefixCache
 from jacobi_llm.infer.request import Sequence
 from jacobi_llm.infer.row_group import RowGroup
-from jacobi_llm.infer.rule import next_window
+from jacobi_llm.infer.rule import Commit, next_window
+from jacobi_llm.infer.window_policy import FixedWindows, WindowPolicy
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Scheduler:
     Attributes:
         num_preemptions: times a running request lost its pages.
         num_hit_tokens: tokens of admitted requests that needed no rows, because their pages were known.
+        windows: chooses the windows of a step.
+        fillers: write the guesses that no pass has left, by the request's policy.
     """
 
     def __init__(
@@ -83,9 +88,14 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_hit_tokens = 0
+        self.windows: WindowPolicy = FixedWindows()
+        self.fillers: dict[FillPolicy, Filler] = make_fillers()
+        self._planned: Mapping[str, int] = {}
 
     def schedule(self) -> list[ScheduledRows]:
         """Row groups of the next pass; empty when nothing waits or runs, or when held pages leave no room."""
+        joining = islice(self.waiting, self.max_num_seqs - len(self.running))
+        self._planned = self.windows.plan([*self.running, *joining], self.max_num_rows, self.fillers)
         num_preemptions = self.num_preemptions
         scheduled = self._schedule_decoding()
         rows_left = self.max_num_rows - sum(part.group.num_rows for part in scheduled)
@@ -103,8 +113,17 @@ class Scheduler:
                 break
         return scheduled
 
+    def learn(self, part: ScheduledRows, result: Commit) -> None:
+        """Take note of what a pass proved of ``part``; its sequence is up to date."""
+        sequence = part.sequence
+        if result.finish_reason is None:
+            self.fillers[sequence.request.params.fill].learn(sequence)
+            # A request that ends hides how far its guesses would have gone.
+            self.windows.learn(sequence, len(part.guesses), len(result.token_ids) - 1)
+
     def finish(self, sequence: Sequence) -> None:
         """Take ``sequence`` out, wherever it is; its pages stay in its block table."""
+        self.windows.forget(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
         else:
@@ -174,7 +193,7 @@ class Scheduler:
         if num_committed < sequence.num_pending:
             return _Shape(num_committed, num_guesses=0, is_whole=False)
         params = sequence.request.params
-        window = params.window
+        window = self._planned[sequence.request.id]
         if params.mode is DecodeMode.BLOCK:
             num_tokens = len(sequence.completion_ids)
             if num_tokens >= sequence.block_end:
@@ -215,15 +234,5 @@ class Scheduler:
         return ScheduledRows(sequence, group, guesses)
 
     def _guesses_of(self, sequence: Sequence, num_guesses: int) -> list[int]:
-        params = sequence.request.params
-
-        def fill(kept: list[int], num_missing: int) -> list[int]:
-            return fill_guesses(
-                params.fill,
-                prompt_ids=sequence.request.prompt_ids,
-                last_token_id=kept[-1] if kept else sequence.last_token_id,
-                num_guesses=num_missing,
-                key=(params.seed, params.choice, len(sequence.completion_ids) + len(kept)),
-            )
-
-        return next_window(sequence.carried, num_guesses, fill)
+        filler = self.fillers[sequence.request.params.fill]
+        return next_window(sequence.carried, num_guesses, partial(filler.fill, sequence))

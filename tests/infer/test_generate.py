@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from jacobi_llm.configs.checkpoint import CheckpointMode, JacobiCheckpointConfig, save_checkpoint_config
-from jacobi_llm.configs.schema import FillPolicy, GenerateConfig, ObjectiveName
+from jacobi_llm.configs.schema import Auto, DecodeMode, FillPolicy, GenerateConfig, ObjectiveName
 from jacobi_llm.infer import cli, generate
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.near_tie import first_difference, reference_ids
@@ -305,7 +305,7 @@ def test_near_tie_rule_finds_the_gap() -> None:
     assert not short.is_explained(bound=1e9)
 
 
-def test_the_window_of_the_checkpoint_is_the_default(tmp_path: Path) -> None:
+def test_a_checkpoint_brings_its_fill_and_the_window_of_its_blocks(tmp_path: Path) -> None:
     about = JacobiCheckpointConfig(
         mode=CheckpointMode.MERGED,
         window=5,
@@ -319,7 +319,10 @@ def test_the_window_of_the_checkpoint_is_the_default(tmp_path: Path) -> None:
     save_checkpoint_config(about, tmp_path)
     config = GenerateConfig(model=str(tmp_path))
     generate.take_checkpoint_settings(config, explicit=())
-    assert (config.window, config.fill) == (5, FillPolicy.PROMPT_DRAW)
+    assert (config.window, config.fill) == (Auto.AUTO, FillPolicy.PROMPT_DRAW)
+    blocks = GenerateConfig(model=str(tmp_path), mode=DecodeMode.BLOCK)
+    generate.take_checkpoint_settings(blocks, explicit=("generate.fill",))
+    assert (blocks.window, blocks.fill) == (5, FillPolicy.NGRAM)
     asked = GenerateConfig(model=str(tmp_path), window=3)
     generate.take_checkpoint_settings(asked, explicit=("generate.window",))
     assert (asked.window, asked.fill) == (3, FillPolicy.PROMPT_DRAW)
