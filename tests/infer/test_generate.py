@@ -66,7 +66,7 @@ def test_json_lines_in_input_order_with_all_keys(
         assert line["finish_reason"] == "length"
         assert line["tokens_per_forward"] == pytest.approx(12 / line["forward_passes"], abs=1e-4)
         assert 0 < line["ttft_ms"] <= line["latency_ms"]
-    memory, summary = captured.err.splitlines()
+    memory, *_, summary = captured.err.splitlines()
     assert re.fullmatch(r"K/V: [\d.,]+ MiB = [\d,]+ tokens in [\d,]+ pages of 16 \([\d.]+ KiB a token\)", memory)
     assert summary.startswith("6 requests: 72 tokens in ")
     assert "TPF" in summary
@@ -92,7 +92,7 @@ def test_a_single_prompt_streams_and_ends_with_a_line(base: list[str], capsys: p
     (line,) = lines_of(capsys.readouterr().out)
     assert line["id"] == "prompt"
     assert plain.out == line["text"] + ("" if line["text"].endswith("\n") else "\n")
-    assert plain.err.splitlines()[1].startswith("1 request: ")
+    assert plain.err.splitlines()[-1].startswith("1 request: ")
 
 
 def ascii_piece(text: str) -> str:
@@ -166,7 +166,7 @@ def test_a_request_that_cannot_run_leaves_the_others_alone(
     assert [line["id"] for line in lines] == ["ok", "long", "3"]
     assert list(lines[1]) == ["id", "error"]
     assert "context of 256" in lines[1]["error"]
-    assert captured.err.splitlines()[1].startswith("2 of 3 requests, 1 failed: ")
+    assert captured.err.splitlines()[-1].startswith("2 of 3 requests, 1 failed: ")
     assert cli.main([*base, "--input", path]) == 1
     captured = capsys.readouterr()
     assert captured.err.splitlines()[1].startswith("error: request long: ")
@@ -260,7 +260,7 @@ def test_interrupt_keeps_what_is_finished(
     assert cli.main([*base, *flags]) == 130
     captured = capsys.readouterr()
     assert [line["id"] for line in lines_of(captured.out)] == ["short"]
-    assert captured.err.splitlines()[1].startswith("interrupted; 1 of 2 requests: ")
+    assert captured.err.splitlines()[-1].startswith("interrupted; 1 of 2 requests: ")
 
 
 def test_a_model_that_cannot_chat_is_told_once(

@@ -101,7 +101,7 @@ def test_s01_abort_in_the_middle_of_a_prompt(loaded: LoadedModel) -> None:
     tape = Tape({}, {})
     for _ in range(3):
         assert checked_step(engine, tape) == 0
-    assert engine.pool.num_free == engine.pool.num_pages - 3
+    assert engine.pool.num_free == engine.pool.num_pages - 10, "it was admitted with pages for its whole prompt"
     engine.abort("a")
     assert all_free(engine)
 
