@@ -223,6 +223,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _rows_of(self, sequence: Sequence, shape: _Shape) -> ScheduledRows:
+        first_written = sequence.block_table[sequence.num_computed // self.pool.page_size]
+        assert self.pool.key_of(first_written) is None, "a page that others may read would be written"
         guesses = self._guesses_of(sequence, shape.num_guesses) if shape.is_whole else []
         group = RowGroup(
             block_table=sequence.block_table,
