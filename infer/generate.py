@@ -30,7 +30,9 @@ from jacobi_llm.infer.models import LoadedModel, load_model, load_tokenizer, max
 from jacobi_llm.infer.prompt import Prompt, read_prompt_file, render_prompt
 from jacobi_llm.infer.quiet import quiet_libraries
 from jacobi_llm.infer.report import JsonReport, Report, StreamReport, TextReport
-from jacobi_llm.infer.request import DecodeParams, Request
+from jacobi_llm.infer.request import DecodeParams, Request, choice_ids, expand_choices
+from jacobi_llm.infer.sampling_flags import sampling_params
+from jacobi_llm.infer.sampling_params import SamplingParams
 
 FLAG_PROMPT_ID = "prompt"
 
@@ -49,17 +51,18 @@ def run(recipe: Recipe, options: Options) -> int:
         return 1 if faults else 0
     loaded = load_model(config.model, dtype=config.dtype, device=device, adapter=config.adapter)
     check_format(config.format, loaded.tokenizer, config.model)
+    sampling = sampling_params(config, loaded.tokenizer)
     engine = LLMEngine(loaded, recipe.engine)
     report: Report
     if options.json:
-        report = JsonReport(loaded.tokenizer, [prompt.id for prompt in prompts])
-    elif len(prompts) == 1:
+        report = JsonReport(loaded.tokenizer, [id for prompt in prompts for id in choice_ids(prompt.id, config.n)])
+    elif len(prompts) * config.n == 1:
         report = StreamReport(loaded.tokenizer)
     else:
         report = TextReport(loaded.tokenizer)
-    tally = _Tally(len(prompts))
+    tally = _Tally(len(prompts) * config.n)
     try:
-        _add_requests(engine, loaded, prompts, config, report, tally)
+        _add_requests(engine, loaded, prompts, config, sampling, report, tally)
         while tally.num_open:
             for step in engine.step():
                 report.add_step(step)
@@ -158,6 +161,7 @@ def _add_requests(
     loaded: LoadedModel,
     prompts: Sequence[Prompt],
     config: GenerateConfig,
+    sampling: SamplingParams,
     report: Report,
     tally: _Tally,
 ) -> None:
@@ -169,14 +173,22 @@ def _add_requests(
         fill=config.fill,
         stop_token_ids=stop_token_ids,
         seed=config.seed,
+        sampling=sampling,
     )
     for prompt in prompts:
+        ids = choice_ids(prompt.id, config.n)
+        added: list[str] = []
         try:
             prompt_ids = tuple(render_prompt(prompt, loaded.tokenizer, config.format))
-            engine.add_request(Request(prompt.id, prompt_ids, params))
+            for request in expand_choices(Request(prompt.id, prompt_ids, params), config.n):
+                engine.add_request(request)
+                added.append(request.id)
         except UsageError as error:
-            report.add_failure(prompt.id, str(error))
-            tally.num_failed += 1
+            for id in added:
+                engine.abort(id)
+            for id in ids:
+                report.add_failure(id, str(error))
+            tally.num_failed += len(ids)
 
 
 def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], list[str]]:
@@ -187,6 +199,7 @@ def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[d
     config = recipe.generate
     tokenizer = load_tokenizer(config.model)
     check_format(config.format, tokenizer, config.model)
+    sampling_params(config, tokenizer)
     with quiet_libraries():
         model_config = AutoConfig.from_pretrained(resolve_model(config.model))
     context = max_context(model_config, tokenizer)
@@ -215,14 +228,15 @@ def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[d
         "window": config.window,
         "mode": config.mode.value,
         "prompts": len(prompts),
+        "choices_per_prompt": config.n,
         "prompt_tokens": sum(lengths),
         "longest_prompt_tokens": max(lengths, default=0),
-        "completion_tokens_at_most": sum(budgets),
+        "completion_tokens_at_most": sum(budgets) * config.n,
         "prompts_refused": len(faults),
         "context_tokens": context,
         "page_tokens": page_size,
         "pages": num_pages,
-        "pages_at_most": sum(needs),
+        "pages_at_most": sum(needs) * config.n,
         "pages_of_largest_request": max(needs, default=0),
     }
     return plan, faults
