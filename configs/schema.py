@@ -298,7 +298,22 @@ class GenerateConfig(Section):
     stop_token_ids: list[int] | None = Field(None, description="end an answer at these token ids too")
     ignore_eos: bool = Field(False, description="go on after an end-of-sequence token; the stops above still count")
     on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
-    seed: int = Field(0, ge=0, description="seed of prompt-draw guesses (they change speed, never the output)")
+    temperature: float = Field(0.0, ge=0, description="0 takes the likeliest token; above, tokens are sampled")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0 is off")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this probability together")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability of a token, as a share of the likeliest one's")
+    repetition_penalty: float = Field(1.0, gt=0, description="divides the logits of tokens of prompt and completion")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit per occurrence in the completion")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit once it occurs in the completion")
+    logit_bias: list[str] | None = Field(None, description="token ids and what is added to their logits, ID=BIAS")
+    bad_words: list[str] | None = Field(None, description="words that never appear, neither first nor after a space")
+    allowed_token_ids: list[int] | None = Field(None, description="token ids that may appear; null allows all")
+    min_tokens: int = Field(0, ge=0, description="no stop token before the completion has so many (tokens)")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="with --json: logprobs of the tokens, and of so many likeliest ones besides"
+    )
+    n: int = Field(1, ge=1, le=128, description="answers per prompt; sampled ones differ")
+    seed: int = Field(0, ge=0, lt=2**64, description="seed of sampling: the same seed gives the same text")
 
     @field_validator("stop")
     @classmethod

@@ -84,8 +84,8 @@ class CachedPredictor:
         self._num_computed = len(prefix_ids) - 1
         self.num_passes += 1
         self.num_rows += group.num_rows
-        token_ids: list[int] = greedy_ids(logits).tolist()
-        return token_ids
+        chosen: list[int] = greedy_ids(logits).tolist()
+        return chosen
 
     def finish(self) -> None:
         """Give the pages back."""
@@ -112,8 +112,8 @@ class UncachedPredictor:
         logits = self._model(input_ids=input_ids, use_cache=False).logits[0, -len(state) :]
         self.num_passes += 1
         self.num_rows += len(token_ids)
-        token_ids: list[int] = greedy_ids(logits).tolist()
-        return token_ids
+        chosen: list[int] = greedy_ids(logits).tolist()
+        return chosen
 
     def finish(self) -> None:
         """Nothing to free."""

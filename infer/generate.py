@@ -31,7 +31,8 @@ from jacobi_llm.infer.models import LoadedModel, load_model, load_tokenizer, max
 from jacobi_llm.infer.prompt import Prompt, read_prompt_file, render_prompt
 from jacobi_llm.infer.quiet import quiet_libraries
 from jacobi_llm.infer.report import JsonReport, Report, StreamReport, TextReport
-from jacobi_llm.infer.request import DecodeParams, Request
+from jacobi_llm.infer.request import DecodeParams, Request, choice_ids, expand_choices
+from jacobi_llm.infer.sampling_flags import sampling_params
 from jacobi_llm.infer.stream import stream
 
 FLAG_PROMPT_ID = "prompt"
@@ -59,18 +60,18 @@ def run(recipe: Recipe, options: Options) -> int:
         engine.use_auto_windows()
     report: Report
     if options.json:
-        report = JsonReport([prompt.id for prompt in prompts])
-    elif len(prompts) == 1:
+        report = JsonReport([id for prompt in prompts for id in choice_ids(prompt.id, config.n)])
+    elif len(prompts) * config.n == 1:
         report = StreamReport()
     else:
         report = TextReport()
-    tally = _Tally(len(prompts))
+    tally = _Tally(len(prompts) * config.n)
 
     def refuse(request_id: str, error: UsageError) -> None:
         report.add_failure(request_id, str(error))
         tally.num_failed += 1
 
-    requests = _render(prompts, params, loaded.tokenizer, config.format, refuse)
+    requests = _render(prompts, params, config, loaded.tokenizer, refuse)
     try:
         for delta in stream(engine, requests, on_refused=lambda request, error: refuse(request.id, error)):
             report.add(delta)
@@ -176,7 +177,7 @@ def make_params(config: GenerateConfig, loaded: LoadedModel) -> DecodeParams:
     """Return how every request of the command decodes.
 
     Raises:
-        UsageError: a stop token that the model does not have.
+        UsageError: a stop token that the model does not have, or sampling settings out of bounds.
     """
     vocab_size = int(loaded.model.config.get_text_config().vocab_size)
     asked = frozenset(config.stop_token_ids or ())
@@ -191,23 +192,25 @@ def make_params(config: GenerateConfig, loaded: LoadedModel) -> DecodeParams:
         stop_token_ids=asked if config.ignore_eos else asked.union(loaded.eos_token_ids),
         stop=tuple(config.stop or ()),
         seed=config.seed,
+        sampling=sampling_params(config, loaded.tokenizer),
     )
 
 
 def _render(
     prompts: Sequence[Prompt],
     params: DecodeParams,
+    config: GenerateConfig,
     tokenizer: PreTrainedTokenizerBase,
-    format: PromptFormat,
     refuse: Callable[[str, UsageError], None],
 ) -> Iterator[Request]:
     for prompt in prompts:
         try:
-            prompt_ids = tuple(render_prompt(prompt, tokenizer, format))
+            prompt_ids = tuple(render_prompt(prompt, tokenizer, config.format))
         except UsageError as error:
-            refuse(prompt.id, error)
+            for request_id in choice_ids(prompt.id, config.n):
+                refuse(request_id, error)
         else:
-            yield Request(prompt.id, prompt_ids, params)
+            yield from expand_choices(Request(prompt.id, prompt_ids, params), config.n)
 
 
 def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], list[str]]:
@@ -218,6 +221,7 @@ def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[d
     config = recipe.generate
     tokenizer = load_tokenizer(config.model)
     check_format(config.format, tokenizer, config.model)
+    sampling_params(config, tokenizer)
     with quiet_libraries():
         model_config = AutoConfig.from_pretrained(resolve_model(config.model))
     context = max_context(model_config, tokenizer)
@@ -245,15 +249,16 @@ def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[d
         "window": config.window,
         "mode": config.mode.value,
         "prompts": len(prompts),
+        "choices_per_prompt": config.n,
         "prompt_tokens": sum(lengths),
         "longest_prompt_tokens": max(lengths, default=0),
-        "completion_tokens_at_most": sum(budgets),
+        "completion_tokens_at_most": sum(budgets) * config.n,
         "prompts_refused": len(faults),
         "context_tokens": context,
         "kv_memory": describe_pages(num_pages, page_size, bytes_per_token(model_config, dtype)),
         "page_tokens": page_size,
         "pages": num_pages,
-        "pages_at_most": sum(needs),
+        "pages_at_most": sum(needs) * config.n,
         "pages_of_largest_request": max(needs, default=0),
     }
     return plan, faults

@@ -71,7 +71,7 @@ def gumbel_argmax(
     places, columns = np.nonzero(is_candidate)
     found, token_ids = hopeful[places], ids[places, columns]
     excesses = np.where(token_ids == holders[found], 0.0, noise.excesses(rows[found], token_ids))
-    values = tile[places, columns] - np.log(minima[found] + excesses)
+    values = tile[places, columns].astype(np.float64) - np.log(minima[found] + excesses)
     return _first_best(wanted[found], token_ids, values, len(active))
 
 

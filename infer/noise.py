@@ -82,7 +82,7 @@ class RowNoise:
         return _exponential(high, low) / BLOCK, holders
 
     def excesses(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
-        """D_v for pairs of a row and a token: [M], [M] -> [M]. The holder of a block has one too, and does not use it."""
+        """D_v for pairs of a row and a token: [M], [M] -> [M]; the holder of a block does not use its own."""
         words = self._words(rows, token_ids, _TOKEN_DRAW)
         return _exponential(words[0], words[1])
 

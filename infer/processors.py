@@ -36,7 +36,9 @@ class LogitsProcessors:
         self._counts = PrefixCounts(prompt_ids, max_tokens) if sampling.has_penalties else None
         self._bias_ids = torch.tensor([token_id for token_id, _ in sampling.logit_bias], dtype=torch.int64)
         self._bias = [bias for _, bias in sampling.logit_bias]
-        self._stop_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.int64)
+        self._stop_ids = torch.tensor(
+            [token_id for token_id in stop_token_ids if 0 <= token_id < vocab_size], dtype=torch.int64
+        )
         self._is_banned: torch.Tensor | None = None
         if sampling.allowed_token_ids is not None:
             self._is_banned = torch.ones(vocab_size, dtype=torch.bool)

@@ -95,9 +95,13 @@ class TextReport:
 
 
 def output_record(output: RequestOutput) -> dict[str, Any]:
-    """Return the JSON object of a finished request; times in milliseconds since its arrival."""
-    return {
+    """Return the JSON object of a finished request; times in milliseconds since its arrival.
+
+    ``index`` is the choice among several answers to the prompt; ``logprobs`` is there when they were asked for.
+    """
+    record: dict[str, Any] = {
         "id": output.id,
+        "index": output.choice,
         "text": output.text,
         "token_ids": list(output.token_ids),
         "prompt_tokens": output.prompt_tokens,
@@ -108,6 +112,16 @@ def output_record(output: RequestOutput) -> dict[str, Any]:
         "ttft_ms": round(output.ttft_ms, 2),
         "latency_ms": round(output.latency_ms, 2),
     }
+    if output.logprobs is not None:
+        record["logprobs"] = [
+            {
+                "token_id": one.token_id,
+                "logprob": round(one.logprob, 6),
+                "top": [{"token_id": token_id, "logprob": round(logprob, 6)} for token_id, logprob in one.top],
+            }
+            for one in output.logprobs
+        ]
+    return record
 
 
 def _print_failure(request_id: str, reason: str) -> None:

@@ -13,7 +13,7 @@ from jacobi_llm.infer.logprobs import TokenLogprob
 from jacobi_llm.infer.ngram_index import NgramMemory
 from jacobi_llm.infer.processors import LogitsProcessors
 from jacobi_llm.infer.rule import FinishReason
-from jacobi_llm.infer.sampling_params import SamplingParams
+from jacobi_llm.infer.sampling_params import GREEDY, SamplingParams
 
 MAX_CHOICES = 128
 
@@ -43,7 +43,7 @@ class DecodeParams:
     stop: tuple[str, ...] = ()
     seed: int = 0
     choice: int = 0
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = GREEDY
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or (self.window is not None and self.window < 1):
@@ -209,9 +209,12 @@ def expand_choices(request: Request, num_choices: int) -> list[Request]:
     """
     if not 1 <= num_choices <= MAX_CHOICES:
         raise UsageError(f"n: {num_choices}: give a number of choices from 1 to {MAX_CHOICES}")
-    if num_choices == 1:
-        return [request]
     return [
-        replace(request, id=f"{request.id}/{choice}", params=replace(request.params, choice=choice))
-        for choice in range(num_choices)
+        replace(request, id=id, params=replace(request.params, choice=choice))
+        for choice, id in enumerate(choice_ids(request.id, num_choices))
     ]
+
+
+def choice_ids(request_id: str, num_choices: int) -> list[str]:
+    """Ids of the answers to one prompt; a single one keeps the id as it is."""
+    return [request_id] if num_choices == 1 else [f"{request_id}/{choice}" for choice in range(num_choices)]

@@ -16,7 +16,6 @@ from itertools import islice
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from jacobi_llm.infer.noise import RowKey, RowNoise
 from jacobi_llm.infer.processors import LogitsProcessors
@@ -56,7 +55,7 @@ class RequestRows:
         """Whether the argmax of the logits as they are is the choice."""
         return self.processors is None and self.sampling.temperature == 0
 
-    def keys(self) -> list[RowKey]:
+    def noise_keys(self) -> list[RowKey]:
         """The noise key of every row."""
         t = len(self.completion_ids)
         return [RowKey(self.seed, self.choice, t + row) for row in range(self.num_rows)]
@@ -132,27 +131,31 @@ def _groups(special: Sequence[tuple[int, RequestRows]]) -> Iterator[list[tuple[i
         yield group
 
 
-def _choose_special(
-    logits: torch.Tensor, places: Sequence[int], group: Sequence[tuple[int, RequestRows]]
-) -> list[int]:
+def _choose_special(logits: torch.Tensor, places: Sequence[int], group: Sequence[tuple[int, RequestRows]]) -> list[int]:
     """Choose for rows with processors or a temperature; ``_UNCHOSEN`` where the scores are not finite."""
+    requests = [request for _, request in group]
+    rows = ScoreRows(_processed(logits[places], requests))
+    owners = [request for request in requests for _ in range(request.num_rows)]
+    chosen = np.where(np.isfinite(rows.row_max), rows.best_ids(), _UNCHOSEN)
+    is_sampled = np.array([owner.sampling.temperature > 0 for owner in owners])
+    sampled = np.flatnonzero(is_sampled & (chosen != _UNCHOSEN))
+    if len(sampled):
+        noise = RowNoise([key for request in requests for key in request.noise_keys()])
+        chosen[sampled] = draw_tokens(rows, sampled, [owner.sampling for owner in owners], noise)
+    token_ids: list[int] = chosen.tolist()
+    return token_ids
+
+
+def _processed(logits: torch.Tensor, requests: Sequence[RequestRows]) -> torch.Tensor:
+    """Scores of the requests' rows after their processors and, where they sample, divided by the temperature."""
     vocab_size = logits.shape[1]
-    scores = copy_scores(logits[places])
-    temperatures = []
-    for _, request in group:
-        first, last = len(temperatures), len(temperatures) + request.num_rows
+    scores = copy_scores(logits)
+    temperatures: list[float] = []
+    for request in requests:
         if request.processors is not None:
-            request.processors.apply(scores[first:last, :vocab_size], request.completion_ids, request.guesses)
+            window = scores[len(temperatures) : len(temperatures) + request.num_rows, :vocab_size]
+            request.processors.apply(window, request.completion_ids, request.guesses)
         temperatures += [request.sampling.temperature or 1.0] * request.num_rows
     if any(temperature != 1 for temperature in temperatures):
         scores.div_(torch.tensor(temperatures, dtype=scores.dtype)[:, None])
-    rows = ScoreRows(scores)
-    owners = [request for _, request in group for _ in range(request.num_rows)]
-    keys = [key for _, request in group for key in request.keys()]
-    chosen = np.where(np.isfinite(rows.row_max), rows.best_ids(), _UNCHOSEN)
-    sampled = [row for row, owner in enumerate(owners) if owner.sampling.temperature and chosen[row] != _UNCHOSEN]
-    if sampled:
-        active = np.array(sampled)
-        chosen[active] = draw_tokens(rows, active, [owner.sampling for owner in owners], RowNoise(keys))
-    token_ids: list[int] = chosen.tolist()
-    return token_ids
+    return scores

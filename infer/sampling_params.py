@@ -126,7 +126,8 @@ class SamplingParams:
                 f"it must be from 0 to {MAX_LOGPROBS}",
             ),
         }
-        return [f"{name}: {getattr(self, name)}: {remedy}" for name, (is_right, remedy) in checks.items() if not is_right]
+        faults = {name: remedy for name, (is_right, remedy) in checks.items() if not is_right}
+        return [f"{name}: {getattr(self, name)}: {remedy}" for name, remedy in faults.items()]
 
     def _token_faults(self) -> list[str]:
         faults = []
@@ -146,3 +147,6 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             faults.append("allowed_token_ids: no token is allowed; give at least one")
         return faults
+
+
+GREEDY = SamplingParams()

@@ -46,7 +46,7 @@ class ScoreRows:
     @property
     def width(self) -> int:
         """Columns, the vocabulary rounded up: above every token id."""
-        return self.values.shape[1]
+        return int(self.values.shape[1])
 
     @property
     def lowest(self) -> float:

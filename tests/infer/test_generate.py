@@ -22,6 +22,7 @@ from tests.tiny_models import tiny_loaded
 
 KEYS = [
     "id",
+    "index",
     "text",
     "token_ids",
     "prompt_tokens",
@@ -241,6 +242,101 @@ def test_dry_run_loads_no_weights(
     captured = capsys.readouterr()
     assert "prompts_refused: 1" in captured.out
     assert "prompt 'long'" in captured.err
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def test_choices_have_their_index_and_differ(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Field case S11: n answers, each with its index; different at temperature 1, equal at 0; one seed, one text."""
+    path = prompt_file(tmp_path, {"id": "a", "prompt": "one"}, {"id": "b", "prompt": "two"})
+    flags = [*base, "--input", path, "--json", "--ignore-eos", "--n", "3", "--seed", "5", "--dtype", "float64"]
+    found = []
+    for extra in (["--window", "1"], ["--window", "8"], ["--window", "8", "--temperature", "0"]):
+        assert cli.main([*flags, "--temperature", "1", *extra]) == 0
+        captured = capsys.readouterr()
+        lines = lines_of(captured.out)
+        assert [(line["id"], line["index"]) for line in lines] == [
+            *(("a/0", 0), ("a/1", 1), ("a/2", 2)),
+            *(("b/0", 0), ("b/1", 1), ("b/2", 2)),
+        ]
+        assert captured.err.startswith("6 requests: ")
+        found.append([tuple(line["token_ids"]) for line in lines])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 6
+    assert len(set(found[2])) == 2
+
+
+def test_several_choices_of_one_prompt_are_told_apart(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*base, "--prompt", "x", "--n", "2", "--temperature", "1"]) == 0
+    assert {"==> prompt/0 <==", "==> prompt/1 <=="} <= set(capsys.readouterr().out.splitlines())
+
+
+def test_a_prompt_that_cannot_run_fails_with_all_its_choices(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"id": "long", "prompt": "x" * 400}, {"id": "a", "prompt": "b"}, {"id": "a/1", "prompt": "c"}]
+    path = prompt_file(tmp_path, *records)
+    assert cli.main([*base, "--input", path, "--json", "--n", "2"]) == 1
+    captured = capsys.readouterr()
+    assert [(line["id"], "error" in line) for line in lines_of(captured.out)] == [
+        *(("long/0", True), ("long/1", True), ("a/0", False), ("a/1", False)),
+        *(("a/1/0", False), ("a/1/1", False)),
+    ]
+    assert captured.err.startswith("4 of 6 requests, 2 failed: ")
+
+
+def test_logprobs_are_in_the_record_when_asked_for(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*base, "--prompt", "x", "--json", "--logprobs", "2", "--temperature", "1"]) == 0
+    (line,) = lines_of(capsys.readouterr().out)
+    assert list(line) == [*KEYS, "logprobs"]
+    assert [one["token_id"] for one in line["logprobs"]] == line["token_ids"]
+    for one in line["logprobs"]:
+        assert len(one["top"]) == 2
+        assert one["logprob"] <= one["top"][0]["logprob"] <= 0
+
+
+def test_processors_reach_the_engine(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def token_ids(*flags: str) -> list[int]:
+        assert cli.main([*base, "--prompt", "x", "--json", *flags]) == 0
+        found: list[int] = lines_of(capsys.readouterr().out)[0]["token_ids"]
+        return found
+
+    assert set(token_ids("--allowed-token-ids", "7,9")) <= {7, 9}
+    assert set(token_ids("--logit-bias", "11=100,12=-100")) == {11}
+    assert token_ids("--logit-bias", "0=100")[0] == 0
+    assert 0 not in token_ids("--logit-bias", "0=100", "--min-tokens", "12")
+    plain = token_ids("--ignore-eos")
+    for flags in (["--repetition-penalty", "9"], ["--frequency-penalty", "-2"], ["--presence-penalty", "-2"]):
+        assert token_ids("--ignore-eos", *flags) != plain
+    tokenizer = tiny_loaded().tokenizer
+    letter, space = tokenizer.encode("a")[0], tokenizer.encode(" ")[0]
+    allowed = f"{letter},{space},9"
+    assert letter not in token_ids("--allowed-token-ids", allowed, "--logit-bias", f"{letter}=100", "--bad-words", "a")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--temperature", "-1"], "--temperature -1: it must be at least 0"),
+        (["--top-p", "0"], "--top-p 0: it must be above 0"),
+        (["--n", "0"], "--n 0: it must be at least 1"),
+        (["--n", "-1"], "--n -1: it must be at least 1"),
+        (["--n", "1000000000"], "--n 1000000000: it must be at most 128"),
+        (["--logit-bias", "x"], "logit_bias: 'x': give ID=BIAS, such as 15=-100"),
+        (["--logit-bias", "5=300"], "logit_bias: 300.0: it must be from -100 to 100"),
+        (["--temperature", "1e-9"], "temperature: 1e-09: give 0 (greedy) or at least 0.001"),
+        (["--best-of", "2"], "unknown flag --best-of"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_wrong_sampling_is_refused(
+    base: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], message: str, dry_run: list[str]
+) -> None:
+    assert cli.main([*base, "--prompt", "x", *flags, *dry_run]) == 2
+    assert f"error: {message}" in capsys.readouterr().err
 
 
 def test_interrupt_keeps_what_is_finished(
