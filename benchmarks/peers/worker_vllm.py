@@ -38,8 +38,8 @@ KV_MEMORY_GIB = 1
 BLOCK_SIZE = 128
 
 
-def load(flags: Flags) -> Served:
-    """Load the model in bf16."""
+def load(flags: Flags, cores: list[int]) -> Served:
+    """Load the model in bf16; ``cores`` are those that :func:`prepare` chose."""
     import vllm
 
     variant = VARIANTS[flags.variant]
@@ -61,17 +61,22 @@ def load(flags: Flags) -> Served:
     described = {
         **settings,
         "kv_memory_gib": KV_MEMORY_GIB,
-        "cores": _cores(flags),
+        "cores": cores,
         "has_own_process": variant.has_own_process,
         "preloads_iomp": variant.preloads_iomp,
     }
     return Served(vllm.__version__, described, decode)
 
 
-def prepare(flags: Flags) -> None:
-    """Set the variables that vLLM and OpenMP read when they are loaded; with Intel's OpenMP, begin anew."""
+def prepare(flags: Flags) -> list[int]:
+    """Set the variables that vLLM and OpenMP read when they are loaded; with Intel's OpenMP, begin anew.
+
+    Returns:
+        The cores that the threads are bound to; later the process itself is bound, and sees one of them only.
+    """
     variant = VARIANTS[flags.variant]
-    cores = ",".join(map(str, _cores(flags)))
+    numbers = sorted(os.sched_getaffinity(0))[: flags.num_threads]
+    cores = ",".join(map(str, numbers))
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE=str(KV_MEMORY_GIB),
         VLLM_CPU_OMP_THREADS_BIND=cores,
@@ -91,13 +96,10 @@ def prepare(flags: Flags) -> None:
     if variant.preloads_iomp and os.environ.get("LD_PRELOAD") != iomp:
         os.environ["LD_PRELOAD"] = iomp
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.peers.worker_vllm", *sys.argv[1:]])
-
-
-def _cores(flags: Flags) -> list[int]:
-    return sorted(os.sched_getaffinity(0))[: flags.num_threads]
+    return numbers
 
 
 if __name__ == "__main__":
     flags = read_flags(tuple(VARIANTS))
-    prepare(flags)
-    serve(lambda: load(flags))
+    cores = prepare(flags)
+    serve(lambda: load(flags, cores))
