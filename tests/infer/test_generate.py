@@ -262,7 +262,7 @@ def test_choices_have_their_index_and_differ(
             *(("a/0", 0), ("a/1", 1), ("a/2", 2)),
             *(("b/0", 0), ("b/1", 1), ("b/2", 2)),
         ]
-        assert captured.err.startswith("6 requests: ")
+        assert captured.err.splitlines()[-1].startswith("6 requests: ")
         found.append([tuple(line["token_ids"]) for line in lines])
     assert found[0] == found[1]
     assert len(set(found[0])) == 6
@@ -285,7 +285,7 @@ def test_a_prompt_that_cannot_run_fails_with_all_its_choices(
         *(("long/0", True), ("long/1", True), ("a/0", False), ("a/1", False)),
         *(("a/1/0", False), ("a/1/1", False)),
     ]
-    assert captured.err.startswith("4 of 6 requests, 2 failed: ")
+    assert captured.err.splitlines()[-1].startswith("4 of 6 requests, 2 failed: ")
 
 
 def test_logprobs_are_in_the_record_when_asked_for(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jacobi_llm.configs.errors import UsageError
-from jacobi_llm.infer import scheduler as scheduler_module
+from jacobi_llm.infer import fill as fill_module
 from jacobi_llm.infer.completion_text import CompletionText
 from jacobi_llm.infer.detokenizer import decode
 from jacobi_llm.infer.models import LoadedModel, load_tokenizer
@@ -307,7 +307,7 @@ def guess_right(monkeypatch: pytest.MonkeyPatch, answer: Sequence[int], error_ra
         padded = [*answer, *[3] * num_guesses]
         return [padded[t] if draw.random() >= error_rate else 3 for t in range(key[2], key[2] + num_guesses)]
 
-    monkeypatch.setattr(scheduler_module, "fill_guesses", fill)
+    monkeypatch.setattr(fill_module, "fill_guesses", fill)
 
 
 def expected_output(
