@@ -23,6 +23,7 @@ from jacobi_llm.configs.checkpoint import load_checkpoint_config
 from jacobi_llm.configs.cli import EXIT_INTERRUPTED, Options
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import GenerateConfig, PromptFormat, Recipe
+from jacobi_llm.infer.adapters import adapter_folders, unknown_adapter
 from jacobi_llm.infer.device import resolve_device
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.kv_pages import num_pages_for
@@ -50,6 +51,8 @@ def run(recipe: Recipe, options: Options) -> int:
     loaded = load_model(config.model, dtype=config.dtype, device=device, adapter=config.adapter)
     check_format(config.format, loaded.tokenizer, config.model)
     engine = LLMEngine(loaded, recipe.engine)
+    for name, folder in adapter_folders(config.adapters).items():
+        engine.load_adapter(name, folder)
     report: Report
     if options.json:
         report = JsonReport(loaded.tokenizer, [prompt.id for prompt in prompts])
@@ -173,7 +176,7 @@ def _add_requests(
     for prompt in prompts:
         try:
             prompt_ids = tuple(render_prompt(prompt, loaded.tokenizer, config.format))
-            engine.add_request(Request(prompt.id, prompt_ids, params))
+            engine.add_request(Request(prompt.id, prompt_ids, params, adapter=prompt.adapter))
         except UsageError as error:
             report.add_failure(prompt.id, str(error))
             tally.num_failed += 1
@@ -196,8 +199,11 @@ def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[d
     )
     lengths: list[int] = []
     faults: list[str] = []
+    adapters = list(adapter_folders(config.adapters))
     for prompt in prompts:
         try:
+            if prompt.adapter is not None and prompt.adapter not in adapters:
+                raise UsageError(f"prompt '{prompt.id}': {unknown_adapter(prompt.adapter, adapters)}")
             lengths.append(len(render_prompt(prompt, tokenizer, config.format)))
         except UsageError as error:
             faults.append(str(error))
@@ -210,6 +216,7 @@ def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[d
     plan = {
         "model": config.model,
         "adapter": config.adapter,
+        "adapters": config.adapters,
         "dtype": config.dtype.value,
         "device": device,
         "window": config.window,
