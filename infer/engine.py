@@ -79,8 +79,8 @@ class LLMEngine:
 
         Raises:
             UsageError: empty prompt, id in use, a token outside the vocabulary, sampling parameters that ban every
-                token, an unknown adapter, a prompt that fills the context, or a request that cannot fit the K/V pages even
-                alone.
+                token, an unknown adapter, a prompt that fills the context, or a request that cannot fit the K/V pages
+                even alone.
             QueueFullError: ``EngineConfig.max_num_waiting`` requests wait already.
         """
         prompt_len = len(request.prompt_ids)
