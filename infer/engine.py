@@ -51,8 +51,8 @@ class LLMEngine:
         ``max_tokens`` is lowered to what the model's context leaves.
 
         Raises:
-            UsageError: empty prompt, id in use, a token outside the vocabulary, an unknown adapter, a prompt that fills the
-                context, or a request that cannot fit the K/V pages even alone.
+            UsageError: empty prompt, id in use, a token outside the vocabulary, an adapter that is not loaded, a prompt
+                that fills the context, or a request that cannot fit the K/V pages even alone.
         """
         prompt_len = len(request.prompt_ids)
         if request.id in self._sequences:
