@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.exact.question import Question
@@ -94,24 +94,24 @@ def _one_token(question: Question, free: Sequence[int], reference: Reference, dr
 
 
 def _stop_id(question: Question, free: Sequence[int], reference: Reference, draw: random.Random) -> Question:
-    return _with(question, stop_token_ids=frozenset({draw.choice(free)}))
+    return _stopping(question, {draw.choice(free)})
 
 
 def _stop_ids(question: Question, free: Sequence[int], reference: Reference, draw: random.Random) -> Question:
     late = free[len(free) // 2 :]
-    return _with(question, stop_token_ids=frozenset({draw.choice(late), draw.choice(late), 1}))
+    return _stopping(question, {draw.choice(late), draw.choice(late), 1})
 
 
 def _stop_at_budget(question: Question, free: Sequence[int], reference: Reference, draw: random.Random) -> Question:
     """The last token that the budget allows is the stop token."""
     stop = draw.choice(free)
-    return _with(question, stop_token_ids=frozenset({stop}), max_tokens=free.index(stop) + 1)
+    return _stopping(question, {stop}, max_tokens=free.index(stop) + 1)
 
 
 def _stop_after_budget(question: Question, free: Sequence[int], reference: Reference, draw: random.Random) -> Question:
     """The first token that the budget does not allow is the stop token."""
     stop = draw.choice(free)
-    return _with(question, stop_token_ids=frozenset({stop}), max_tokens=max(free.index(stop), 1))
+    return _stopping(question, {stop}, max_tokens=max(free.index(stop), 1))
 
 
 def _min_tokens(question: Question, free: Sequence[int], reference: Reference, draw: random.Random) -> Question:
@@ -120,7 +120,7 @@ def _min_tokens(question: Question, free: Sequence[int], reference: Reference, d
     sampling = replace(question.params.sampling, min_tokens=min(free.index(stop) + 3, question.params.max_tokens))
     if sampling.allowed_token_ids is not None:
         sampling = replace(sampling, allowed_token_ids=(*sampling.allowed_token_ids, 0))
-    return _with(question, stop_token_ids=frozenset({stop}), sampling=sampling)
+    return _stopping(question, {stop}, sampling=sampling)
 
 
 def _stop_string(question: Question, free: Sequence[int], reference: Reference, draw: random.Random) -> Question:
@@ -131,7 +131,7 @@ def _stop_strings(question: Question, free: Sequence[int], reference: Reference,
     """One holds another, the longest comes first, one never occurs; and a stop token late in the answer."""
     word = _string_of(reference.text(free), draw, length=4)
     stops = dict.fromkeys((word + "\x07never", word, word[1:] or word, _string_of(reference.text(free), draw)))
-    return _with(question, stop=tuple(stops), stop_token_ids=frozenset({free[-1]}))
+    return _stopping(question, {free[-1]}, stop=tuple(stops))
 
 
 STOPS: dict[str, Callable[[Question, Sequence[int], Reference, random.Random], Question]] = {
@@ -156,6 +156,7 @@ def make_question(
     reference: Reference,
     max_tokens: int,
     vocab_size: int,
+    eos_token_ids: Collection[int] = (),
     adapter: str | None = None,
 ) -> Question:
     """Make a question of these kinds.
@@ -167,17 +168,22 @@ def make_question(
         reference: answers it without the processors, and without the stops.
         max_tokens: budget, unless the stop is about that.
         vocab_size: of the model.
+        eos_token_ids: end every answer, besides what the stop says.
         adapter: as in ``Question``.
     """
     draw = random.Random(question_id)
     name, prompt_ids = prompt
     seed, choice = draw.choice(KEYS)
-    params = DecodeParams(max_tokens, seed=seed, choice=choice)
+    params = DecodeParams(max_tokens, seed=seed, choice=choice, stop_token_ids=frozenset(eos_token_ids))
     question = Question(question_id, name, processor, stop, prompt_ids, params, adapter)
     greedy_ids = reference.answer(question).token_ids
     sampling = PROCESSORS[processor](Plain(prompt_ids, greedy_ids, vocab_size, draw))
     question = _with(question, sampling=sampling)
     return STOPS[stop](question, reference.answer(question).token_ids, reference, draw)
+
+
+def _stopping(question: Question, stop_token_ids: set[int], **changes: object) -> Question:
+    return _with(question, stop_token_ids=question.params.stop_token_ids | stop_token_ids, **changes)
 
 
 def _with(question: Question, **changes: object) -> Question:

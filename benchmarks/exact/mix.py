@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
-from benchmarks.exact.question import Answer, Cell
+from benchmarks.exact.oracle import OracleFill, told_with_errors
+from benchmarks.exact.question import ORACLE, Answer, Cell
 from jacobi_llm.configs.schema import EngineConfig
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.models import LoadedModel
@@ -56,15 +57,27 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class Disturbances:
-    """What happened besides."""
+class Happened:
+    """What a run of cells saw.
 
+    Attributes:
+        tokens, passes: of all cells; a pass counts for each request in it.
+    """
+
+    tokens: int
+    passes: int
     preemptions: int
     prefix_hit_tokens: int
     aborts: int
 
-    def __add__(self, other: Disturbances) -> Disturbances:
-        return Disturbances(
+    @classmethod
+    def nothing(cls) -> Happened:
+        return cls(0, 0, 0, 0, 0)
+
+    def __add__(self, other: Happened) -> Happened:
+        return Happened(
+            self.tokens + other.tokens,
+            self.passes + other.passes,
             self.preemptions + other.preemptions,
             self.prefix_hit_tokens + other.prefix_hit_tokens,
             self.aborts + other.aborts,
@@ -82,15 +95,21 @@ class Run:
         self._streamed: dict[str, tuple[list[int], list[str]]] = {}
         self._answers: dict[str, Answer] = {}
         self._doomed: set[str] = set()
+        self._num_passes = 0
 
-    def decode(self, cells: Sequence[Cell]) -> tuple[list[Answer], Disturbances]:
+    def decode(self, cells: Sequence[Cell], expected: Mapping[str, Answer]) -> tuple[list[Answer], Happened]:
         """Answers in the order of ``cells``; an answer whose stream differs from its output is the stream.
+
+        Args:
+            cells: what is asked.
+            expected: by question, for the oracle.
 
         Raises:
             AssertionError: the engine breaks an invariant of its own, or does not come to an end.
         """
         scheduler = self.engine.scheduler
         before = scheduler.num_preemptions, scheduler.num_hit_tokens
+        self._ask_oracle(cells, expected)
         order = list(enumerate(cells))
         self.draw.shuffle(order)
         waiting = deque((f"cell-{number}", cell) for number, cell in order)
@@ -114,10 +133,24 @@ class Run:
             raise AssertionError(f"{len(running)} of {len(cells)} requests did not end")
         self.engine.check_integrity()
         answers = [self._answers[f"cell-{number}"] for number in range(len(cells))]
-        happened = Disturbances(
-            scheduler.num_preemptions - before[0], scheduler.num_hit_tokens - before[1], self.num_aborts
+        happened = Happened(
+            sum(len(answer.token_ids) for answer in answers),
+            self._num_passes,
+            scheduler.num_preemptions - before[0],
+            scheduler.num_hit_tokens - before[1],
+            self.num_aborts,
         )
         return answers, happened
+
+    def _ask_oracle(self, cells: Sequence[Cell], expected: Mapping[str, Answer]) -> None:
+        told = {
+            f"cell-{number}": told_with_errors(
+                expected[cell.question.id].token_ids, self.engine.vocab_size, random.Random(number)
+            )
+            for number, cell in enumerate(cells)
+            if cell.fill == ORACLE
+        }
+        OracleFill.install(self.engine, told)
 
     def _add_doomed(self, request: Request) -> None:
         self.engine.add_request(request)
@@ -137,6 +170,7 @@ class Run:
         if out.finished is None:
             return
         self._doomed.discard(out.request_id)
+        self._num_passes += out.finished.forward_passes
         answer = Answer.of(out.finished)
         streamed = Answer(tuple(token_ids), answer.finish_reason, "".join(pieces))
         self._answers[out.request_id] = answer if streamed == answer else streamed

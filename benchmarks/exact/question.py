@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 from jacobi_llm.configs.schema import DecodeMode, FillPolicy
 from jacobi_llm.infer.request import DecodeParams, Request, RequestOutput
 
+# How cells get their guesses: a fill policy of the engine, or an oracle (``benchmarks/exact/oracle.py``).
+ORACLE = "oracle"
+FILLS = (*(policy.value for policy in FillPolicy), ORACLE, ORACLE)
 # None is chosen by the engine, step by step.
 WINDOWS: tuple[int | None, ...] = (1, 2, 3, 5, 8, 16, 32, None)
 
@@ -55,16 +59,29 @@ class Cell:
 
     Attributes:
         window: None leaves it to the engine.
+        fill: one of ``FILLS``.
         mix: what the batch mix is called.
     """
 
     question: Question
     window: int | None
     mode: DecodeMode
-    fill: FillPolicy
+    fill: str
     mix: str
+
+    @classmethod
+    def draw(cls, question: Question, window: int | None, mix: str, draw: random.Random) -> Cell:
+        """Draw how the window moves and is filled."""
+        mode = DecodeMode.SLIDING if window is None else draw.choice(list(DecodeMode))
+        return cls(question, window, mode, draw.choice(FILLS), mix)
+
+    @classmethod
+    def plain(cls, question: Question, mix: str) -> Cell:
+        """One token per pass."""
+        return cls(question, 1, DecodeMode.SLIDING, FillPolicy.REPEAT_LAST.value, mix)
 
     def request(self, request_id: str) -> Request:
         """Ask the engine."""
-        params = replace(self.question.params, window=self.window, mode=self.mode, fill=self.fill)
+        fill = FillPolicy.REPEAT_LAST if self.fill == ORACLE else FillPolicy(self.fill)
+        params = replace(self.question.params, window=self.window, mode=self.mode, fill=fill)
         return Request(request_id, self.question.prompt_ids, params, adapter=self.question.adapter, detokenize=True)

@@ -207,5 +207,3 @@ def _warpers(sampling: SamplingParams) -> LogitsProcessorList:
     if sampling.min_p:
         warpers.append(MinPLogitsWarper(sampling.min_p))
     return warpers
-
-

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.exact.kinds import PROCESSORS, STOPS, make_question
-from benchmarks.exact.mix import Disturbances, Mix, Run
+from benchmarks.exact.mix import Happened, Mix, Run
 from benchmarks.exact.question import WINDOWS, Answer, Cell, Question
 from benchmarks.exact.reference import Reference, WholeText
 from benchmarks.exact.verdict import Part, add_against_reference
-from jacobi_llm.configs.schema import AttentionBackend, CompileMode, DecodeMode, EngineConfig, FillPolicy
+from jacobi_llm.configs.schema import AttentionBackend, CompileMode, EngineConfig
 from jacobi_llm.infer.cost_model import CostModel, PassTimes
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.models import LoadedModel
@@ -85,7 +85,7 @@ def run_tiny(
     part = Part("tiny, float64", bound=0.0)
     num_questions = -(-num_cells // (len(subjects) * len(WINDOWS) * len(mixes)))
     kinds = _kinds(num_questions * len(subjects))
-    happened = Disturbances(0, 0, 0)
+    happened = Happened.nothing()
     references: dict[tuple[str, tuple[tuple[str, object], ...]], tuple[LoadedModel, Reference]] = {}
     for subject in subjects:
         key = (subject.family, subject.overrides)
@@ -94,9 +94,7 @@ def run_tiny(
             whole = WholeText(loaded.model)
             references[key] = loaded, Reference({None: whole}, loaded.tokenizer, loaded.max_context)
         loaded, reference = references[key]
-        questions = [
-            _question(f"{subject.name}/{number}", reference, *next(kinds)) for number in range(num_questions)
-        ]
+        questions = [_question(f"{subject.name}/{number}", reference, *next(kinds)) for number in range(num_questions)]
         expected = {question.id: reference.answer(question) for question in questions}
         for mix in mixes:
             happened += _run_mix(part, subject, loaded, reference, mix, expected, questions)
@@ -114,12 +112,12 @@ def _run_mix(
     mix: Mix,
     expected: dict[str, Answer],
     questions: Sequence[Question],
-) -> Disturbances:
+) -> Happened:
     draw = random.Random(f"{subject.name} {mix.name}")
     engine = mix.engine(loaded, subject.config)
     _without_calibration(engine)
-    cells = [_cell(question, window, mix, draw) for question in questions for window in WINDOWS]
-    answers, happened = Run(engine, mix, draw).decode(cells)
+    cells = [Cell.draw(question, window, mix.name, draw) for question in questions for window in WINDOWS]
+    answers, happened = Run(engine, mix, draw).decode(cells, expected)
     for cell, answer in zip(cells, answers, strict=True):
         add_against_reference(part, cell, expected[cell.question.id], answer, reference)
     return happened
@@ -127,11 +125,6 @@ def _run_mix(
 
 def _without_calibration(engine: LLMEngine) -> None:
     engine.scheduler.windows = AutoWindows(CostModel(_PASS_TIMES))
-
-
-def _cell(question: Question, window: int | None, mix: Mix, draw: random.Random) -> Cell:
-    mode = DecodeMode.SLIDING if window is None else draw.choice(list(DecodeMode))
-    return Cell(question, window, mode, draw.choice(list(FillPolicy)), mix.name)
 
 
 def _question(

@@ -97,9 +97,7 @@ class Part:
             "mismatch_list": [mismatch.as_json() for mismatch in self.mismatches],
         }
 
-    def _mismatch(
-        self, cell: Cell, expected: Answer, got: Answer, gap_at: GapAt
-    ) -> Mismatch:
+    def _mismatch(self, cell: Cell, expected: Answer, got: Answer, gap_at: GapAt) -> Mismatch:
         position = first_difference(expected, got)
         gap = None
         if position < min(len(expected.token_ids), len(got.token_ids)):
@@ -140,6 +138,6 @@ def kinds_of(cell: Cell) -> dict[str, str]:
         "stop": question.stop,
         "window": "auto" if cell.window is None else str(cell.window),
         "mode": cell.mode.value,
-        "fill": cell.fill.value,
+        "fill": cell.fill,
         "mix": cell.mix,
     }
