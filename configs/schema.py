@@ -309,7 +309,11 @@ class GenerateConfig(Section):
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit per occurrence in the completion")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit once it occurs in the completion")
     logit_bias: list[str] | None = Field(None, description="token ids and what is added to their logits, ID=BIAS")
-    bad_words: list[str] | None = Field(None, description="words that never appear, neither first nor after a space")
+    bad_words: list[str] | None = Field(
+        None,
+        description="words that never appear, neither first nor after a space; several as --bad-words A B",
+        json_schema_extra={"verbatim": True},
+    )
     allowed_token_ids: list[int] | None = Field(None, description="token ids that may appear; null allows all")
     min_tokens: int = Field(0, ge=0, description="no stop token before the completion has so many (tokens)")
     logprobs: int | None = Field(
