@@ -275,6 +275,9 @@ class GenerateConfig(Section):
 
     model: str = Field("smollm2-135m", description="model name (smollm2-135m needs no hub), hub id or folder")
     adapter: str | None = Field(None, description="LoRA adapter folder, merged at load")
+    adapters: list[str] = Field(
+        [], description="LoRA adapters beside the base weights, each NAME=FOLDER; a record of the input names its own"
+    )
     dtype: Dtype = Field(Dtype.BFLOAT16, description="precision of weights and K/V pages")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     prompt: str | None = Field(None, description="one prompt")

@@ -79,8 +79,8 @@ class LLMEngine:
 
         Raises:
             UsageError: empty prompt, id in use, a token outside the vocabulary, sampling parameters that ban every
-                token, an adapter, a prompt that fills the context, or a request that cannot fit the K/V pages even
-                alone.
+                token, an unknown adapter, a prompt that fills the context, or a request that cannot fit the K/V pages
+                even alone.
             QueueFullError: ``EngineConfig.max_num_waiting`` requests wait already.
         """
         prompt_len = len(request.prompt_ids)
@@ -104,9 +104,7 @@ class LLMEngine:
         if faults:
             raise UsageError([f"request {request.id}: {fault}" for fault in faults])
         if request.adapter is not None:
-            raise UsageError(
-                f"request {request.id}: adapters chosen per request are not supported yet; merge one with --adapter"
-            )
+            self._check_adapter(request)
         if prompt_len >= self.max_context:
             raise UsageError(
                 f"request {request.id}: {prompt_len} prompt tokens leave no room in the context of {self.max_context}"
@@ -185,6 +183,34 @@ class LLMEngine:
         if sequence.finish_reason is None:
             self.scheduler.finish(sequence)
         self.release(request_id)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA folder beside the base weights; requests choose it by ``name``.
+
+        Raises:
+            UsageError: a name in use, an adapter that is not plain LoRA or not of this model, or no native attention.
+        """
+        self.runner.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            UsageError: no such adapter, or a request in the engine uses it.
+        """
+        user = next((id for id, sequence in self._sequences.items() if sequence.request.adapter == name), None)
+        if user is not None:
+            raise UsageError(f"adapter '{name}': request {user} uses it; wait for its end, or abort it")
+        self.runner.unload_adapter(name)
+        # Its pages are known by its name, which may go to another adapter.
+        self.reset_prefix_cache()
+
+    def _check_adapter(self, request: Request) -> None:
+        assert request.adapter is not None
+        try:
+            self.runner.check_adapter(request.adapter)
+        except UsageError as error:
+            raise UsageError(f"request {request.id}: {error}") from None
 
     def pages_of(self, request_id: str) -> list[int]:
         """Block table of a finished request that keeps its pages; K/V is valid below its last token's position."""

@@ -24,6 +24,7 @@ from jacobi_llm.configs.checkpoint import load_checkpoint_config
 from jacobi_llm.configs.cli import EXIT_INTERRUPTED, Options
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import Auto, DecodeMode, GenerateConfig, PromptFormat, Recipe
+from jacobi_llm.infer.adapters import adapter_folders, unknown_adapter
 from jacobi_llm.infer.device import resolve_device
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.kv_pages import bytes_per_token, describe_pages, num_pages_for
@@ -55,6 +56,8 @@ def run(recipe: Recipe, options: Options) -> int:
     check_format(config.format, loaded.tokenizer, config.model)
     params = make_params(config, loaded)
     engine = LLMEngine(loaded, recipe.engine)
+    for name, folder in adapter_folders(config.adapters).items():
+        engine.load_adapter(name, folder)
     print(engine.describe_memory(), file=sys.stderr)
     if config.window is Auto.AUTO:
         engine.use_auto_windows()
@@ -210,7 +213,7 @@ def _render(
             for request_id in choice_ids(prompt.id, config.n):
                 refuse(request_id, error)
         else:
-            yield from expand_choices(Request(prompt.id, prompt_ids, params), config.n)
+            yield from expand_choices(Request(prompt.id, prompt_ids, params, adapter=prompt.adapter), config.n)
 
 
 def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], list[str]]:
@@ -230,8 +233,11 @@ def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[d
     num_pages = num_pages_for(model_config, dtype, page_size, recipe.engine.kv_memory_mib << 20)
     lengths: list[int] = []
     faults: list[str] = []
+    adapters = list(adapter_folders(config.adapters))
     for prompt in prompts:
         try:
+            if prompt.adapter is not None and prompt.adapter not in adapters:
+                raise UsageError(f"prompt '{prompt.id}': {unknown_adapter(prompt.adapter, adapters)}")
             lengths.append(len(render_prompt(prompt, tokenizer, config.format)))
         except UsageError as error:
             faults.append(str(error))
@@ -244,6 +250,7 @@ def make_plan(recipe: Recipe, device: str, prompts: Sequence[Prompt]) -> tuple[d
     plan = {
         "model": config.model,
         "adapter": config.adapter,
+        "adapters": config.adapters,
         "dtype": config.dtype.value,
         "device": device,
         "window": config.window,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.schema import AttentionBackend, CompileMode, EngineConfig
+from jacobi_llm.infer.adapters import Adapters, read_adapter, unknown_adapter
 from jacobi_llm.infer.attention import SdpaBackend
 from jacobi_llm.infer.compiled_forward import compile_forward
 from jacobi_llm.infer.kv_pages import KVCache
@@ -57,6 +58,7 @@ class ModelRunner:
 
     Attributes:
         num_passes, num_rows: passes run and rows forwarded since construction.
+        projections: packed linear layers, None while nothing has asked for them.
     """
 
     def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
@@ -64,6 +66,8 @@ class ModelRunner:
         self.backend = backend
         self.num_passes = 0
         self.num_rows = 0
+        self.projections: Projections | None = None
+        self._adapters: Adapters | None = None
         self._installed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._compiled: Callable[[PassInputs], torch.Tensor] | None = None
 
@@ -80,9 +84,13 @@ class ModelRunner:
 
         Returns:
             Logits [N, vocab] in the model's dtype, for the logit rows of every group in order.
+
+        Raises:
+            UsageError: a group names an adapter that is not loaded.
         """
-        if any(group.adapter is not None for group in groups):
-            raise UsageError("adapters chosen per request are not supported yet; merge one with --adapter")
+        for group in groups:
+            if group.adapter is not None:
+                self.check_adapter(group.adapter)
         with self.backend.running(groups) as inputs:
             logits = self._compiled(inputs) if self._compiled else self._eager(inputs)
         self.num_passes += 1
@@ -91,7 +99,49 @@ class ModelRunner:
 
     def pack(self, projections: Projections) -> None:
         """Run eager passes over packed linear layers."""
+        self.projections = projections
         self._installed = projections.installed
+
+    @torch.no_grad()
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA folder beside the base weights, for row groups that name it.
+
+        The first one packs the linear layers, unless a compiled program has done so.
+
+        Raises:
+            UsageError: not the native attention, a name in use, or an adapter that cannot be used here.
+        """
+        if not isinstance(self.backend, NativeBackend):
+            raise UsageError(_no_adapters_here(name))
+        adapter = read_adapter(path)
+        if self._adapters is None:
+            self.projections = self.projections or Projections(self.model, self.backend.handle)
+            self._adapters = Adapters(self.model, self.backend, self.projections, self._probe)
+        self._adapters.add(name, adapter)
+        assert self.projections is not None
+        self.pack(self.projections)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter that no request uses any more.
+
+        Raises:
+            UsageError: no such adapter.
+        """
+        self.check_adapter(name)
+        assert self._adapters is not None
+        self._adapters.remove(name)
+
+    def check_adapter(self, name: str) -> None:
+        """Refuse the name of an adapter that is not loaded.
+
+        Raises:
+            UsageError: it lists those that are, or says what adapters need.
+        """
+        if not isinstance(self.backend, NativeBackend):
+            raise UsageError(_no_adapters_here(name))
+        if self._adapters is None:
+            raise UsageError(unknown_adapter(name, []))
+        self._adapters.check_known(name)
 
     @torch.no_grad()
     def compile(self, projections: Projections, name: str) -> None:
@@ -104,8 +154,19 @@ class ModelRunner:
         # Shows that the model runs, and allocates the pages of every layer. No request owns page 0 yet.
         with self.backend.running([RowGroup([0], 0, [0])]) as inputs:
             self._eager(inputs)
+        self.projections = projections
         with self._own_attention():
             self._compiled = compile_forward(self.model, projections, name)
+
+    def _probe(self) -> int:
+        """Run three rows through the model's own linear layers, for who watches; returns 3, and keeps nothing."""
+        installed, self._installed = self._installed, contextlib.nullcontext
+        try:
+            with self.backend.running([RowGroup([], 0, [0, 0, 0], writes_pages=False)]) as inputs:
+                self._eager(inputs)
+        finally:
+            self._installed = installed
+        return inputs.num_rows
 
     def _eager(self, inputs: PassInputs) -> torch.Tensor:
         with self._own_attention(), self._installed():
@@ -171,6 +232,13 @@ def make_runner(model: PreTrainedModel, config: EngineConfig, num_pages: int, na
                 raise
             print(f"warning: {error}; going on uncompiled", file=sys.stderr)
     return runner
+
+
+def _no_adapters_here(name: str) -> str:
+    return (
+        f"adapter '{name}': adapters chosen per request need the native attention (CPU, g++, pages of "
+        f"{', '.join(map(str, PAGE_SIZES))} tokens); merge one at load with --adapter"
+    )
 
 
 def _attention_for(config: EngineConfig, device: torch.device) -> AttentionBackend:

@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from jacobi_llm.configs.checkpoint import load_checkpoint_config
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.schema import Dtype
+from jacobi_llm.infer.adapters import check_adapter_folder
 from jacobi_llm.infer.embedded import EMBEDDED_NAME, embedded_model_dir
 from jacobi_llm.infer.quiet import quiet_libraries
 
@@ -183,7 +184,7 @@ def load_model(
         RunError: weights that are there but cannot be read.
     """
     path = resolve_model(name)
-    adapter_path = None if adapter is None else _check_adapter(adapter)
+    adapter_path = None if adapter is None else str(check_adapter_folder(adapter))
     local_only = _check_reachable(name, path, needs_weights=True)
     config = _read_config(name, path, local_only, trust_remote_code)
     check_supported(config)
@@ -340,19 +341,6 @@ def _check_safetensors(name: str, files: list[str]) -> None:
             "convert them to safetensors first"
         )
     raise UsageError(f"model '{name}': no weights found (*.safetensors)")
-
-
-def _check_adapter(adapter: str) -> str:
-    path = Path(adapter).expanduser()
-    if not path.is_dir():
-        raise UsageError(f"adapter '{adapter}': no such folder")
-    if not (path / "adapter_config.json").is_file():
-        raise UsageError(
-            f"adapter '{adapter}': the folder has no adapter_config.json; give a LoRA folder saved by peft"
-        )
-    if not (path / "adapter_model.safetensors").is_file():
-        raise UsageError(f"adapter '{adapter}': the folder has no adapter_model.safetensors")
-    return str(path)
 
 
 def _read_config(name: str, path: str, local_only: bool, trust_remote_code: bool) -> PretrainedConfig:

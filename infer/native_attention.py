@@ -1,6 +1,6 @@
 """The ``native`` backend: attention over pages by the project's own C++ operator, for CPUs.
 
-The operator (infer/csrc/paged_attention.cpp) is told of a pass once; each layer then calls it with its index alone. It
+The operator (infer/csrc/operators.cpp) is told of a pass once; each layer then calls it with its index alone. It
 is opaque to a compiler, so the same function serves the eager and the compiled forward.
 """
 
@@ -32,6 +32,9 @@ class NativeBackend:
     K pages lie transposed, [num_pages, num_kv_heads, head_dim, page_size]; V pages are [num_pages, num_kv_heads,
     page_size, value_dim]. A layer's pages are allocated when its first K/V arrives, which is in an eager pass: the
     compiled forward finds them there.
+
+    Attributes:
+        adapter_numbers: adapters that row groups may name, as the operators know them (infer/adapters.py fills it).
     """
 
     attention_name = "jacobi_native"
@@ -47,6 +50,7 @@ class NativeBackend:
         self.page_size = page_size
         self.dtype = dtype
         self.is_batch_invariant = is_batch_invariant
+        self.adapter_numbers: dict[str, int] = {}
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.handle: int = torch.ops.jacobi_llm.add_model(page_size)
@@ -57,7 +61,7 @@ class NativeBackend:
     def running(self, groups: Sequence[RowGroup]) -> Iterator[PassInputs]:
         """Announce a pass over ``groups``; yields what the model reads."""
         inputs = PassInputs.build(groups)
-        self._announce(groups, inputs)
+        self._announce(groups)
         self._layers_seen.clear()
         token = _running.set(self)
         try:
@@ -90,14 +94,20 @@ class NativeBackend:
             )
             torch.ops.jacobi_llm.set_pages(self.handle, layer_idx, self.keys[layer_idx], self.values[layer_idx])
 
-    def _announce(self, groups: Sequence[RowGroup], inputs: PassInputs) -> None:
+    def _announce(self, groups: Sequence[RowGroup]) -> None:
         table: list[int] = []
         columns: list[tuple[int, ...]] = []
         first_row = 0
         for group in groups:
             num_rows = group.num_rows
             end = group.prefix_len + (num_rows if group.writes_pages else 0)
-            columns.append((first_row, num_rows, group.prefix_len, int(group.writes_pages), len(table)))
+            adapter = -1 if group.adapter is None else self.adapter_numbers[group.adapter]
+            columns.append(
+                (
+                    *(first_row, num_rows, group.prefix_len, int(group.writes_pages), len(table)),
+                    *(adapter, group.num_logit_rows),
+                )
+            )
             table.extend(group.block_table[: -(-end // self.page_size)])
             first_row += num_rows
         torch.ops.jacobi_llm.set_pass(
@@ -105,10 +115,6 @@ class NativeBackend:
             torch.tensor(columns, dtype=torch.int64),
             torch.tensor(table, dtype=torch.int64),
             self.is_batch_invariant,
-            inputs.num_rows,
-            [],
-            [],
-            [],
         )
 
 

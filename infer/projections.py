@@ -76,10 +76,13 @@ class Projections:
 
     Attributes:
         places: layer name -> (projection index, first output column, number of columns), for low-rank updates.
+        head: name of the layer that sees the logit rows only, if it is a linear layer.
     """
 
     def __init__(self, model: PreTrainedModel, handle: int) -> None:
         self._handle = handle
+        self._head = model.get_output_embeddings()
+        self.head: str | None = None
         self._swaps: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         self.places: dict[str, tuple[int, int, int]] = {}
         for name, module in model.named_modules():
@@ -104,13 +107,17 @@ class Projections:
                 parent._modules[name] = own
 
     def _add_alone(self, parent_name: str, parent: nn.Module, child_name: str) -> None:
-        weight, bias = _weight_of(parent.get_submodule(child_name))
-        projection = self._register(weight, bias)
+        layer = parent.get_submodule(child_name)
+        weight, bias = weight_of(layer)
+        is_head = layer is self._head
+        projection = self._register(weight, bias, is_head=is_head)
         self._swap(parent, child_name, projection)
-        self._place(parent_name, child_name, projection.index, 0, weight.shape[0])
+        name = self._place(parent_name, child_name, projection.index, 0, weight.shape[0])
+        if is_head:
+            self.head = name
 
     def _add_fused(self, parent_name: str, parent: nn.Module, names: tuple[str, ...]) -> None:
-        parts = [_weight_of(parent.get_submodule(name)) for name in names]
+        parts = [weight_of(parent.get_submodule(name)) for name in names]
         biases = [bias for _, bias in parts if bias is not None]
         projection = self._register(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None)
         sizes = [weight.shape[0] for weight, _ in parts]
@@ -119,16 +126,18 @@ class Projections:
             self._swap(parent, name, _Part(wide, number))
             self._place(parent_name, name, projection.index, sum(sizes[:number]), sizes[number])
 
-    def _place(self, parent_name: str, name: str, index: int, first: int, size: int) -> None:
-        self.places[f"{parent_name}.{name}" if parent_name else name] = (index, first, size)
+    def _place(self, parent_name: str, name: str, index: int, first: int, size: int) -> str:
+        full_name = f"{parent_name}.{name}" if parent_name else name
+        self.places[full_name] = (index, first, size)
+        return full_name
 
     def _swap(self, parent: nn.Module, name: str, packed: nn.Module) -> None:
         self._swaps.append((parent, name, parent.get_submodule(name), packed))
 
-    def _register(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+    def _register(self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False) -> Projection:
         is_packed = weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
         stored = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS) if is_packed else weight
-        index: int = torch.ops.jacobi_llm.add_projection(self._handle, stored, bias, is_packed)
+        index: int = torch.ops.jacobi_llm.add_projection(self._handle, stored, bias, is_packed, is_head)
         return Projection(index, weight.shape[0])
 
 
@@ -156,8 +165,8 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, Conv1D)
 
 
-def _weight_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight [out_features, in_features] and bias."""
+def weight_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight [out_features, in_features] and bias of a linear layer."""
     if isinstance(module, Conv1D):
         return module.weight.detach().t(), module.bias.detach()
     assert isinstance(module, nn.Linear)

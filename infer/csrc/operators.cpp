@@ -14,6 +14,7 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -27,21 +28,28 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kTile = 64;       // keys per softmax step
 constexpr int64_t kMaxQueries = 32; // rows x heads of one unit of work
 constexpr int64_t kRowTile = 16;    // rows of one product in batch-invariant mode
+constexpr int64_t kMinPieceWork = 1 << 15; // multiplications worth a thread of their own
 
 // Columns of the groups tensor.
-enum Column { kFirstRow, kNumRows, kPrefixLen, kWritesPages, kTable, kNumColumns };
+enum Column { kFirstRow, kNumRows, kPrefixLen, kWritesPages, kTable, kAdapter, kNumLogitRows, kNumColumns };
 
 // One low-rank update of a part of a projection: output[:, first : first + size] += scale * (input A^T) B^T.
+// A^T and B^T lie in panels of 16 columns, as K pages do; columns and ranks are filled up with zeros.
 struct LowRank {
-  at::Tensor a, b; // [rank, in_features], [size, rank]
+  at::Tensor a, b; // [ranks / 16, in_features, 16], [ceil(size / 16), ranks, 16]
   double scale;
-  int64_t first;
+  int64_t first, size;
+
+  int64_t ranks() const { return b.size(1); }
 };
+
+using Adapter = std::map<int64_t, std::vector<LowRank>>; // projection -> updates
 
 struct Projection {
   at::Tensor weight; // as oneDNN wants it when is_packed, else [out_features, in_features]
   std::optional<at::Tensor> bias;
   bool is_packed;
+  bool is_head; // sees the logit rows only
 };
 
 // keys [pages, kv_heads, head_dim, page_size] and values [pages, kv_heads, page_size, value_dim] by layer.
@@ -49,13 +57,13 @@ struct Model {
   int64_t page_size;
   std::vector<at::Tensor> keys, values;
   std::vector<Projection> projections;
-  std::map<int64_t, std::map<int64_t, std::vector<LowRank>>> adapters; // adapter -> projection -> updates
+  std::map<int64_t, Adapter> adapters;
 };
 
-// Rows of one adapter in the running pass.
+// Rows of one adapter in the running pass, ascending; logit_rows are counted among the logit rows.
 struct AdapterRows {
-  int64_t adapter;
-  at::Tensor rows; // [n] int64, ascending
+  const Adapter* adapter;
+  std::vector<int64_t> rows, logit_rows;
 };
 
 struct Pass {
@@ -64,9 +72,7 @@ struct Pass {
   at::Tensor tables; // [*] int64, block tables one after the other
   int64_t num_rows = 0;
   bool is_tiled = false;
-  std::vector<AdapterRows> adapters;        // for projections of all rows
-  std::vector<AdapterRows> logit_adapters;  // the same, counted among the logit rows
-  int64_t num_input_rows = 0;
+  std::vector<AdapterRows> adapters;
 };
 
 // Never destroyed: at exit torch may be gone before these tensors are.
@@ -93,6 +99,21 @@ template <typename A, typename T> inline Vec<A> load(const T* from) {
     Vec<A> out;
     std::memcpy(&out, from, sizeof(out));
     return out;
+  }
+}
+
+template <typename T, typename A> inline void store(T* to, Vec<A> x) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+    typedef int32_t Int __attribute__((vector_size(kLanes * 4), aligned(1)));
+    Word bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    const Word rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; // to nearest, ties to even
+    const Int is_number = x == x;
+    const Word word = is_number ? rounded : Word{} + 0x7fc0;
+    const Half half = __builtin_convertvector(word, Half);
+    std::memcpy(to, &half, sizeof(half));
+  } else {
+    std::memcpy(to, &x, sizeof(x));
   }
 }
 
@@ -180,11 +201,12 @@ inline void score(const A* queries, int64_t dim, const T* keys, int64_t key_stri
 }
 
 template <typename A, typename T>
-inline void score_all(const A* queries, int64_t num, int64_t dim, const T* keys, int64_t key_stride, A* out) {
+inline void score_all(const A* queries, int64_t num, int64_t dim, const T* keys, int64_t key_stride, A* out,
+                      int64_t stride) {
   int64_t x = 0;
-  for (; x + 8 <= num; x += 8) score<A, T, 8>(queries + x * dim, dim, keys, key_stride, out + x * kTile, kTile);
-  for (; x + 3 <= num; x += 3) score<A, T, 3>(queries + x * dim, dim, keys, key_stride, out + x * kTile, kTile);
-  for (; x < num; x++) score<A, T, 1>(queries + x * dim, dim, keys, key_stride, out + x * kTile, kTile);
+  for (; x + 8 <= num; x += 8) score<A, T, 8>(queries + x * dim, dim, keys, key_stride, out + x * stride, stride);
+  for (; x + 3 <= num; x += 3) score<A, T, 3>(queries + x * dim, dim, keys, key_stride, out + x * stride, stride);
+  for (; x < num; x++) score<A, T, 1>(queries + x * dim, dim, keys, key_stride, out + x * stride, stride);
 }
 
 // sums[x] += weights[x] * values over `count` keys of one page, for X queries; 16 numbers of the value at a time.
@@ -238,7 +260,8 @@ void step(Scratch<T, A>& s, const Keys<T>& from, const Heads& heads, const Rule&
   for (int64_t at = 0; at < num_keys; at += page_size) {
     Page<T> page = page_at(from, first_index + at / page_size, kv_head, heads, is_own);
     for (int64_t block = 0; block < page_size && at + block < num_keys; block += kLanes)
-      score_all(s.queries.data(), num, heads.head_dim, page.keys + block, page_size, &s.scores[0][at + block]);
+      score_all(s.queries.data(), num, heads.head_dim, page.keys + block, page_size, &s.scores[0][at + block],
+                kTile);
   }
   const A lowest = -std::numeric_limits<A>::infinity();
   const int64_t padded = (num_keys + kLanes - 1) / kLanes * kLanes;
@@ -440,11 +463,123 @@ template <typename F> at::Tensor in_tiles(const at::Tensor& rows, const F& f) {
   return at::cat(parts).narrow(0, 0, num);
 }
 
-void add_low_rank(const at::Tensor& input, const LowRank& update, const at::Tensor& rows, at::Tensor& output) {
-  const auto delta = [&](const at::Tensor& x) { return at::linear(at::linear(x, update.a), update.b); };
-  const at::Tensor chosen = input.index_select(0, rows);
-  const at::Tensor change = running.is_tiled ? in_tiles(chosen, delta) : delta(chosen);
-  output.narrow(1, update.first, update.b.size(0)).index_add_(0, rows, change, update.scale);
+// An update and the rows that it acts on. In scratch: its rows of the input [n, in_features], and their products with
+// A^T [n, ranks].
+struct Update {
+  const LowRank* low_rank;
+  const std::vector<int64_t>* rows;
+  int64_t input_at, product_at;
+};
+
+// A panel of one update, for some of its rows.
+struct Piece {
+  int64_t update, panel, first, num;
+};
+
+std::vector<Piece> pieces_of(const std::vector<Update>& updates, at::Tensor LowRank::*matrix) {
+  std::vector<Piece> pieces;
+  for (size_t u = 0; u < updates.size(); u++) {
+    const int64_t num_panels = (updates[u].low_rank->*matrix).size(0), num_rows = updates[u].rows->size();
+    for (int64_t panel = 0; panel < num_panels; panel++)
+      for (int64_t first = 0; first < num_rows; first += kMaxQueries)
+        pieces.push_back({static_cast<int64_t>(u), panel, first, std::min(kMaxQueries, num_rows - first)});
+  }
+  return pieces;
+}
+
+template <typename T, typename A> void gather_rows(const T* input, int64_t dim, const std::vector<int64_t>& rows, A* to) {
+  at::parallel_for(0, rows.size(), 64, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const T* from = input + rows[i] * dim;
+      int64_t d = 0;
+      for (; d + kLanes <= dim; d += kLanes) store<A, A>(to + i * dim + d, load<A>(from + d));
+      for (; d < dim; d++) to[i * dim + d] = A(from[d]);
+    }
+  });
+}
+
+template <typename T, typename A>
+void add_to_output(const A* change, int64_t change_stride, const Update& update, const Piece& piece, T* output,
+                   int64_t out_features) {
+  const LowRank& low_rank = *update.low_rank;
+  const int64_t column = piece.panel * kLanes, count = std::min(kLanes, low_rank.size - column);
+  for (int64_t i = 0; i < piece.num; i++) {
+    T* to = output + (*update.rows)[piece.first + i] * out_features + low_rank.first + column;
+    T own[kLanes] = {};
+    T* at = count == kLanes ? to : own;
+    if (count < kLanes) std::copy_n(to, count, own);
+    store<T, A>(at, load<A>(at) + load<A>(change + i * change_stride) * A(low_rank.scale));
+    if (count < kLanes) std::copy_n(own, count, to);
+  }
+}
+
+// A row's change is summed in the same order whatever shares the pass, and rounded once, with its product.
+template <typename T, typename A>
+void add_low_rank(const at::Tensor& input, std::vector<Update>& updates, at::Tensor& output) {
+  thread_local std::vector<A> input_scratch, product_scratch;
+  const int64_t dim = input.size(1), out_features = output.size(1);
+  int64_t num_inputs = 0, num_products = 0;
+  const std::vector<int64_t>* last = nullptr;
+  for (Update& update : updates) { // updates of one adapter follow each other and share their input
+    const int64_t num_rows = update.rows->size();
+    if (update.rows != last) num_inputs += num_rows;
+    last = update.rows;
+    update.input_at = (num_inputs - num_rows) * dim;
+    update.product_at = num_products;
+    num_products += num_rows * update.low_rank->ranks();
+  }
+  input_scratch.resize(num_inputs * dim);
+  product_scratch.resize(num_products);
+  A *inputs = input_scratch.data(), *products = product_scratch.data();
+  last = nullptr;
+  for (const Update& update : updates) {
+    if (update.rows != last) gather_rows<T, A>(input.const_data_ptr<T>(), dim, *update.rows, inputs + update.input_at);
+    last = update.rows;
+  }
+  const std::vector<Piece> down = pieces_of(updates, &LowRank::a), up = pieces_of(updates, &LowRank::b);
+  const auto grain = [&](int64_t num_pieces) { // what is over in a microsecond stays on one thread
+    return std::max<int64_t>(kMinPieceWork * num_pieces / (num_products * dim), 1);
+  };
+  at::parallel_for(0, down.size(), grain(down.size()), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const Update& update = updates[down[i].update];
+      const int64_t ranks = update.low_rank->ranks();
+      const T* panel = update.low_rank->a.const_data_ptr<T>() + down[i].panel * dim * kLanes;
+      score_all(inputs + update.input_at + down[i].first * dim, down[i].num, dim, panel, kLanes,
+                products + update.product_at + down[i].first * ranks + down[i].panel * kLanes, ranks);
+    }
+  });
+  T* to = output.data_ptr<T>();
+  at::parallel_for(0, up.size(), grain(up.size()), [&](int64_t begin, int64_t end) {
+    A change[kMaxQueries * kLanes];
+    for (int64_t i = begin; i < end; i++) {
+      const Update& update = updates[up[i].update];
+      const int64_t ranks = update.low_rank->ranks();
+      const T* panel = update.low_rank->b.const_data_ptr<T>() + up[i].panel * ranks * kLanes;
+      score_all(products + update.product_at + up[i].first * ranks, up[i].num, ranks, panel, kLanes, change, kLanes);
+      add_to_output<T, A>(change, kLanes, update, up[i], to, out_features);
+    }
+  });
+}
+
+void add_adapters(const at::Tensor& input, int64_t index, bool is_head, at::Tensor& output) {
+  std::vector<Update> updates;
+  for (const AdapterRows& rows_of : running.adapters) {
+    const std::vector<int64_t>& rows = is_head ? rows_of.logit_rows : rows_of.rows;
+    const auto found = rows_of.adapter->find(index);
+    if (found == rows_of.adapter->end() || rows.empty()) continue;
+    TORCH_CHECK(rows.back() < input.size(0), "projection ", index, " sees ", input.size(0), " rows of ",
+                running.num_rows);
+    for (const LowRank& low_rank : found->second) updates.push_back({&low_rank, &rows, 0, 0});
+  }
+  if (updates.empty()) return;
+  const at::Tensor rows = input.contiguous();
+  switch (rows.scalar_type()) {
+    case at::kBFloat16: add_low_rank<at::BFloat16, float>(rows, updates, output); break;
+    case at::kFloat: add_low_rank<float, float>(rows, updates, output); break;
+    case at::kDouble: add_low_rank<double, double>(rows, updates, output); break;
+    default: TORCH_CHECK(false, "adapters know bfloat16, float32 and float64");
+  }
 }
 
 // input [1, R, in_features] -> [1, R, out_features], with the updates of the rows' adapters.
@@ -458,13 +593,9 @@ at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out_features) 
   at::Tensor output = running.is_tiled
       ? in_tiles(rows, [&](const at::Tensor& x) { return product(x, projection); })
       : product(rows, projection);
-  // The head sees the logit rows only, everything else all rows.
-  const auto& adapters = rows.size(0) == running.num_input_rows ? running.adapters : running.logit_adapters;
-  for (const AdapterRows& rows_of : adapters) {
-    const auto& updates = running.model->adapters.at(rows_of.adapter);
-    const auto found = updates.find(index);
-    if (found == updates.end()) continue;
-    for (const LowRank& update : found->second) add_low_rank(rows, update, rows_of.rows, output);
+  if (!running.adapters.empty()) {
+    output = output.contiguous();
+    add_adapters(rows, index, projection.is_head, output);
   }
   return output.view(shape);
 }
@@ -492,35 +623,58 @@ void set_pages(int64_t model, int64_t layer, const at::Tensor& keys, const at::T
   to.values[layer] = values;
 }
 
-int64_t add_projection(int64_t model, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool is_packed) {
+int64_t add_projection(int64_t model, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool is_packed,
+                       bool is_head) {
   auto& to = models.at(model).projections;
-  to.push_back(Projection{weight, bias, is_packed});
+  to.push_back(Projection{weight, bias, is_packed, is_head});
   return to.size() - 1;
 }
 
 void add_low_rank_update(int64_t model, int64_t adapter, int64_t projection, const at::Tensor& a, const at::Tensor& b,
-                         double scale, int64_t first) {
-  models.at(model).adapters[adapter][projection].push_back(LowRank{a, b, scale, first});
+                         double scale, int64_t first, int64_t size) {
+  TORCH_CHECK(a.is_contiguous() && b.is_contiguous() && a.size(0) * kLanes == b.size(1) &&
+                  b.size(0) == (size + kLanes - 1) / kLanes && a.size(2) == kLanes && b.size(2) == kLanes,
+              "the panels of a low-rank update do not fit together");
+  models.at(model).adapters[adapter][projection].push_back(LowRank{a, b, scale, first, size});
 }
 
-void drop_adapter(int64_t model, int64_t adapter) { models.at(model).adapters.erase(adapter); }
+void drop_adapter(int64_t model, int64_t adapter) {
+  Model& from = models.at(model);
+  if (running.model == &from) running = Pass{};
+  from.adapters.erase(adapter);
+}
 
-void set_pass(int64_t model, const at::Tensor& groups, const at::Tensor& tables, bool is_tiled, int64_t num_input_rows,
-              at::IntArrayRef adapters, at::TensorList adapter_rows, at::TensorList adapter_logit_rows) {
+// Adapters are numbered from 0; -1 is none.
+std::vector<AdapterRows> adapters_of(const Model& model, const int64_t* groups, int64_t num_groups) {
+  std::map<int64_t, AdapterRows> found;
+  int64_t logit_row = 0;
+  for (int64_t g = 0; g < num_groups; g++) {
+    const int64_t* group = groups + g * kNumColumns;
+    if (group[kAdapter] >= 0) {
+      AdapterRows& to = found[group[kAdapter]];
+      to.adapter = &model.adapters.at(group[kAdapter]);
+      for (int64_t i = 0; i < group[kNumRows]; i++) to.rows.push_back(group[kFirstRow] + i);
+      for (int64_t i = 0; i < group[kNumLogitRows]; i++) to.logit_rows.push_back(logit_row + i);
+    }
+    logit_row += group[kNumLogitRows];
+  }
+  std::vector<AdapterRows> all;
+  for (auto& [_, rows_of] : found) all.push_back(std::move(rows_of));
+  return all;
+}
+
+void set_pass(int64_t model, const at::Tensor& groups, const at::Tensor& tables, bool is_tiled) {
+  TORCH_CHECK(groups.size(1) == kNumColumns, "groups have ", groups.size(1), " columns, not ", int64_t(kNumColumns));
   Pass pass;
   pass.model = &models.at(model);
   pass.groups = groups;
   pass.tables = tables;
   pass.is_tiled = is_tiled;
-  pass.num_input_rows = num_input_rows;
   for (int64_t g = 0; g < groups.size(0); g++) {
     const int64_t* group = groups.const_data_ptr<int64_t>() + g * kNumColumns;
     pass.num_rows = std::max(pass.num_rows, group[kFirstRow] + group[kNumRows]);
   }
-  for (size_t i = 0; i < adapters.size(); i++) {
-    pass.adapters.push_back({adapters[i], adapter_rows[i]});
-    if (adapter_logit_rows[i].numel()) pass.logit_adapters.push_back({adapters[i], adapter_logit_rows[i]});
-  }
+  pass.adapters = adapters_of(*pass.model, groups.const_data_ptr<int64_t>(), groups.size(0));
   running = std::move(pass);
 }
 
@@ -532,12 +686,12 @@ TORCH_LIBRARY(jacobi_llm, library) {
   library.def("add_model(int page_size) -> int");
   library.def("drop_model(int model) -> ()");
   library.def("set_pages(int model, int layer, Tensor keys, Tensor values) -> ()");
-  library.def("add_projection(int model, Tensor weight, Tensor? bias, bool is_packed) -> int");
-  library.def("add_low_rank_update(int model, int adapter, int projection, Tensor a, Tensor b, float scale, int first) -> ()");
-  library.def("drop_adapter(int model, int adapter) -> ()");
+  library.def("add_projection(int model, Tensor weight, Tensor? bias, bool is_packed, bool is_head) -> int");
   library.def(
-      "set_pass(int model, Tensor groups, Tensor tables, bool is_tiled, int num_input_rows, int[] adapters, "
-      "Tensor[] adapter_rows, Tensor[] adapter_logit_rows) -> ()");
+      "add_low_rank_update(int model, int adapter, int projection, Tensor a, Tensor b, float scale, int first, int size) "
+      "-> ()");
+  library.def("drop_adapter(int model, int adapter) -> ()");
+  library.def("set_pass(int model, Tensor groups, Tensor tables, bool is_tiled) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(jacobi_llm, CPU, library) {

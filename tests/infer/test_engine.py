@@ -472,7 +472,7 @@ def test_bad_requests_are_refused_and_leave_the_engine_well(
         (Request("a", (5,) * MAX_CONTEXT, params), "256 prompt tokens leave no room in the context of 256"),
         (Request("a", (5, VOCAB_SIZE), params), f"token id {VOCAB_SIZE} .* vocabulary of {VOCAB_SIZE}"),
         (Request("a", (5, -1), params), f"token id -1 .* vocabulary of {VOCAB_SIZE}"),
-        (Request("a", (5,), params, adapter="lora"), "adapters chosen per request are not supported yet"),
+        (Request("a", (5,), params, adapter="lora"), "no adapter 'lora'; none is loaded"),
     ]:
         with pytest.raises(UsageError, match=message):
             engine.add_request(request)
