@@ -113,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "unequal_engine_tokens": sum(result.unequal_engine_tokens for result in results),
         "unequal_texts": sum(one["unequal_texts"] for one in context),
         "wall_s": round(time.perf_counter() - start_s, 1),
+        "cpu_s": round(time.process_time(), 1),
     }
     record = {
         **describe_run(1),
@@ -302,7 +303,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=100_000, help="tokens drawn per cell")
-    parser.add_argument("--engine-tokens", type=int, default=4000, help="tokens of each cell decoded by the engine too")
+    parser.add_argument("--engine-tokens", type=int, default=20_000, help="tokens of a cell decoded by the engine too")
     parser.add_argument("--contextual-tokens", type=int, default=8000, help="tokens of each contextual setting")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 1.0, 1.6])
     parser.add_argument("--top-k", type=int, nargs="+", default=[0, 6])

@@ -61,17 +61,18 @@ def gumbel_argmax(
     least = np.maximum.reduceat(reached, _starts(wanted, len(active)))
     least -= _SLACK * (1 + np.abs(least))
 
-    hopeful = np.flatnonzero(block_max.ravel()[flat] + bounds >= least[wanted])
-    owner = wanted[hopeful, None]
+    # Both bounds in one: a token below its row's threshold is not kept, one below the other cannot win.
+    lowest = np.maximum(least[wanted] - bounds, thresholds[wanted])
+    hopeful = np.flatnonzero(block_max.ravel()[flat] >= lowest)
     tile = scores.blocks[rows[hopeful], blocks[hopeful]]
-    ids = blocks[hopeful, None] * BLOCK + np.arange(BLOCK)
-    is_candidate = _is_kept(tile, ids, thresholds[owner], last_ids[owner]) & (
-        tile + bounds[hopeful, None] >= least[owner]
-    )
-    places, columns = np.nonzero(is_candidate)
-    found, token_ids = hopeful[places], ids[places, columns]
+    places, columns = np.divmod(np.flatnonzero(tile >= lowest[hopeful, None]), BLOCK)
+    found = hopeful[places]
+    token_ids = blocks[found] * BLOCK + columns
+    z = tile[places, columns]
+    is_kept = _is_kept(z, token_ids, thresholds[wanted[found]], last_ids[wanted[found]])
+    found, token_ids, z = found[is_kept], token_ids[is_kept], z[is_kept]
     excesses = np.where(token_ids == holders[found], 0.0, noise.excesses(rows[found], token_ids))
-    values = tile[places, columns].astype(np.float64) - np.log(minima[found] + excesses)
+    values = z.astype(np.float64) - np.log(minima[found] + excesses)
     return _first_best(wanted[found], token_ids, values, len(active))
 
 

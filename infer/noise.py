@@ -75,11 +75,11 @@ class RowNoise:
         is_new = np.ones(len(rows), dtype=np.bool_)
         is_new[1:] = (rows[1:] != rows[:-1]) | (pairs[1:] != pairs[:-1])
         words = self._words(rows[is_new], pairs[is_new], _BLOCK_DRAW)
-        places = np.cumsum(is_new) - 1
-        firsts = 2 * (blocks & 1)
-        high, low = words[firsts, places], words[firsts + 1, places]
-        holders = blocks * BLOCK + (high & _HOLDER_BITS).astype(np.int64)
-        return _exponential(high, low) / BLOCK, holders
+        # One line for each output, with its even block and its odd one: [outputs, 2].
+        minima = np.stack((_exponential(words[0], words[1]), _exponential(words[2], words[3])), axis=1) / BLOCK
+        places = (words[0::2].T & _HOLDER_BITS).astype(np.int64)
+        wanted = 2 * (np.cumsum(is_new) - 1) + (blocks & 1)
+        return minima.ravel()[wanted], blocks * BLOCK + places.ravel()[wanted]
 
     def excesses(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
         """D_v for pairs of a row and a token: [M], [M] -> [M]; the holder of a block does not use its own."""

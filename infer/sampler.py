@@ -134,7 +134,10 @@ def _groups(special: Sequence[tuple[int, RequestRows]]) -> Iterator[list[tuple[i
 def _choose_special(logits: torch.Tensor, places: Sequence[int], group: Sequence[tuple[int, RequestRows]]) -> list[int]:
     """Choose for rows with processors or a temperature; ``_UNCHOSEN`` where the scores are not finite."""
     requests = [request for _, request in group]
-    rows = ScoreRows(_processed(logits[places], requests))
+    # One stretch of rows is a view; only rows of scattered requests are copied.
+    is_stretch = places[-1] - places[0] == len(places) - 1
+    some = logits[places[0] : places[-1] + 1] if is_stretch else logits[places]
+    rows = ScoreRows(_processed(some, requests))
     owners = [request for request in requests for _ in range(request.num_rows)]
     chosen = np.where(np.isfinite(rows.row_max), rows.best_ids(), _UNCHOSEN)
     is_sampled = np.array([owner.sampling.temperature > 0 for owner in owners])
