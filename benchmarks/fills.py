@@ -47,8 +47,8 @@ class _Timed:
     def fill(self, sequence: Sequence, kept: Seq[int], num_guesses: int) -> list[int]:
         return self._time(lambda: self.filler.fill(sequence, kept, num_guesses))
 
-    def learn(self, sequence: Sequence) -> None:
-        self._time(lambda: self.filler.learn(sequence))
+    def learn(self, sequence: Sequence, num_guesses: int, num_accepted: int) -> None:
+        self._time(lambda: self.filler.learn(sequence, num_guesses, num_accepted))
 
     def _time(self, work: Any) -> Any:
         started_s = time.perf_counter()

@@ -59,5 +59,5 @@ class OracleFiller:
         guesses = list(told[start : start + num_guesses])
         return guesses + [told[-1]] * (num_guesses - len(guesses))
 
-    def learn(self, sequence: Sequence) -> None:
+    def learn(self, sequence: Sequence, num_guesses: int, num_accepted: int) -> None:
         """An oracle knows."""

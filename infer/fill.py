@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 from jacobi_llm.configs.schema import FillPolicy
-from jacobi_llm.infer.ngram_index import END, LONGEST, NgramMemory, key_of
+from jacobi_llm.infer.ngram_index import END, LONGEST, Contest, NgramMemory, key_of
 
 if TYPE_CHECKING:
     from jacobi_llm.infer.request import Sequence as RequestSequence
@@ -37,8 +37,14 @@ class Filler(Protocol):
             num_guesses: how many, at least 1.
         """
 
-    def learn(self, sequence: RequestSequence) -> None:
-        """Take note of a commit of ``sequence``, whose carried guesses are new."""
+    def learn(self, sequence: RequestSequence, num_guesses: int, num_accepted: int) -> None:
+        """Take note of a commit.
+
+        Args:
+            sequence: the request, which goes on; its carried guesses are new, and may be dropped for better ones.
+            num_guesses: guesses that were tried.
+            num_accepted: right ones at the front.
+        """
 
 
 class FixedFill:
@@ -60,7 +66,7 @@ class FixedFill:
             key=(params.seed, params.choice, len(sequence.completion_ids) + len(kept)),
         )
 
-    def learn(self, sequence: RequestSequence) -> None:
+    def learn(self, sequence: RequestSequence, num_guesses: int, num_accepted: int) -> None:
         """Nothing to note."""
 
 
@@ -71,11 +77,19 @@ class NgramFill:
     predictions that were once rejected (the n-gram pool of lookahead decoding: Fu et al. 2024, arXiv 2402.02057, and
     the rejection recycling of Jacobi Forcing). A copy that reaches the end of the text goes on with the guesses before
     it, so that a text with a period is continued for ever.
+
+    Where at least the last two committed tokens have been seen, a copy may be better than the carried guesses, and then
+    those are dropped (they stay among the rejected ones). Which is better is counted: for each length of the run that
+    was found, the guesses accepted in a pass with copies and in a pass with carried guesses. A request leans on what
+    all requests of this filler have seen, and every so often the other choice is tried.
     """
+
+    def __init__(self) -> None:
+        self._seen = Contest()
 
     def kind(self, sequence: RequestSequence) -> GuessKind:
         memory = _memory_of(sequence)
-        is_known = memory.knows_two(_key_of_end(memory, sequence.carried))
+        is_known = memory.text.knows_two(_key_of_end(memory, sequence.carried))
         return GuessKind.MATCHED if is_known else GuessKind.BLIND
 
     def fill(self, sequence: RequestSequence, kept: Sequence[int], num_guesses: int) -> list[int]:
@@ -94,11 +108,24 @@ class NgramFill:
                 _copy_run(found[0], found[1], guesses, num_wanted)
         return guesses[len(kept) :]
 
-    def learn(self, sequence: RequestSequence) -> None:
+    def learn(self, sequence: RequestSequence, num_guesses: int, num_accepted: int) -> None:
+        if not num_guesses:
+            if sequence.ngrams is not None:
+                sequence.ngrams.choice = None
+            return
+        memory = _memory_of(sequence)
+        if memory.choice is not None:
+            memory.contest.add(memory.choice, num_accepted)
+            self._seen.add(memory.choice, num_accepted)
+            memory.choice = None
         if sequence.carried:
-            if sequence.ngrams is None:
-                sequence.ngrams = NgramMemory()
-            sequence.ngrams.add_rejected(sequence.last_token_id, sequence.carried)
+            memory.add_rejected(sequence.last_token_id, sequence.carried)
+            num_matched = memory.longest_match(key_of(memory.text.tokens))
+            if num_matched > 1:
+                drops = memory.contest.drops(num_matched, self._seen)
+                memory.choice = (num_matched, drops)
+                if drops:
+                    sequence.carried = []
 
 
 def make_fillers() -> dict[FillPolicy, Filler]:

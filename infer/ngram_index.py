@@ -8,6 +8,11 @@ LONGEST = 3
 LONGEST_RUN = 10
 MOST_REJECTED = 2048
 END = -1
+_DECAY = 0.97
+_OTHERS_WEIGHT = 4.0
+_TRY_OTHER_EVERY = 16
+# Accepted per pass where nothing has been counted: carried guesses, copies.
+_PRIOR = (0.5, 1.0)
 # Token ids are packed into one integer key; an id beyond 2^20 would at worst give a wrong guess.
 _BITS = 20
 _MASKS = tuple((1 << _BITS * num_tokens) - 1 for num_tokens in range(1, LONGEST + 1))
@@ -47,10 +52,9 @@ class NgramIndex:
             position += 1
         self._run = run
 
-    @property
-    def pairs(self) -> dict[int, int]:
-        """Places by the key of the two tokens before them."""
-        return self._follows[1]
+    def knows_two(self, key: int) -> bool:
+        """Whether anything has followed the last two tokens of a text here."""
+        return key & _MASK_2 in self._follows[1]
 
     def end_run(self) -> None:
         """No run of tokens goes over this place: what comes next belongs to another text."""
@@ -75,6 +79,32 @@ def key_of(token_ids: Sequence[int]) -> int:
     return key
 
 
+class Contest:
+    """Guesses accepted per pass with copied guesses and with carried ones, by the length of the run that was copied."""
+
+    def __init__(self) -> None:
+        self._num_passes = [[0.0, 0.0] for _ in range(LONGEST + 1)]
+        self._num_accepted = [[0.0, 0.0] for _ in range(LONGEST + 1)]
+        self._num_choices = 0
+
+    def add(self, choice: tuple[int, bool], num_accepted: int) -> None:
+        """Count a pass: length of the run, whether carried guesses had been dropped for the copy."""
+        length, drops = choice
+        self._num_passes[length][drops] = _DECAY * self._num_passes[length][drops] + 1
+        self._num_accepted[length][drops] = _DECAY * self._num_accepted[length][drops] + num_accepted
+
+    def drops(self, length: int, others: Contest) -> bool:
+        """Whether to drop carried guesses for a copy; ``others`` has counted all requests."""
+        self._num_choices += 1
+        is_better = self._mean(length, True, others) >= self._mean(length, False, others)
+        return is_better != (self._num_choices % _TRY_OTHER_EVERY == 0)
+
+    def _mean(self, length: int, drops: bool, others: Contest) -> float:
+        prior = (others._num_accepted[length][drops] + _PRIOR[drops]) / (others._num_passes[length][drops] + 1)
+        own = self._num_accepted[length][drops] + _OTHERS_WEIGHT * prior
+        return own / (self._num_passes[length][drops] + _OTHERS_WEIGHT)
+
+
 class NgramMemory:
     """What one request can copy guesses from: its text (prompt and committed tokens), and guesses once rejected.
 
@@ -84,11 +114,15 @@ class NgramMemory:
     Attributes:
         text: prompt and committed tokens, as far as :meth:`catch_up` has read them.
         rejected: runs of predictions that were not proved, one after the other.
+        contest: whether copies or carried guesses have been better in this request.
+        choice: what the pass to come tries for it: length of the known run, whether carried guesses were dropped.
     """
 
     def __init__(self) -> None:
         self.text = NgramIndex()
         self.rejected = NgramIndex()
+        self.contest = Contest()
+        self.choice: tuple[int, bool] | None = None
 
     def catch_up(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> None:
         """Read what was committed since the last time."""
@@ -106,10 +140,9 @@ class NgramMemory:
         self.rejected.append((last_token_id, *token_ids[: LONGEST_RUN - 2]))
         self.rejected.end_run()
 
-    def knows_two(self, key: int) -> bool:
-        """Whether the last two tokens of a text have stood together before."""
-        two = key & _MASK_2
-        return two in self.text.pairs or two in self.rejected.pairs
+    def longest_match(self, key: int) -> int:
+        """Length of the longest run at the end of the text that the text has had before, 0 to ``LONGEST``."""
+        return next((length for length in range(LONGEST, 0, -1) if self.text.find(key, length) is not None), 0)
 
     def find(self, key: int, num_known: int) -> tuple[list[int], int] | None:
         """Latest continuation of the longest known run that ends a text, committed text before rejected guesses.

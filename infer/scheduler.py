@@ -117,9 +117,10 @@ class Scheduler:
         """Take note of what a pass proved of ``part``; its sequence is up to date."""
         sequence = part.sequence
         if result.finish_reason is None:
-            self.fillers[sequence.request.params.fill].learn(sequence)
             # A request that ends hides how far its guesses would have gone.
-            self.windows.learn(sequence, len(part.guesses), len(result.token_ids) - 1)
+            num_guesses, num_accepted = len(part.guesses), len(result.token_ids) - 1
+            self.windows.learn(sequence, num_guesses, num_accepted)
+            self.fillers[sequence.request.params.fill].learn(sequence, num_guesses, num_accepted)
 
     def finish(self, sequence: Sequence) -> None:
         """Take ``sequence`` out, wherever it is; its pages stay in its block table."""

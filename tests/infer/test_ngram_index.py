@@ -96,15 +96,47 @@ def test_rejected_guesses_are_used_again() -> None:
     """What followed a token once, and was then rejected, is the guess when nothing in the text has followed it."""
     filler = NgramFill()
     sequence = sequence_of([1, 2, 3], [4], carried=[5, 6, 7])
-    filler.learn(sequence)
+    filler.learn(sequence, 3, 0)
+    assert sequence.carried == [5, 6, 7], "nothing better is known"
     sequence.completion_ids += [8, 4]
     sequence.carried = []
-    assert filler.kind(sequence) is GuessKind.BLIND
     assert filler.fill(sequence, [], 1) == [8], "the text comes before rejected guesses"
     assert filler.fill(sequence, [4, 5], 4) == [6, 7, 7, 7], "behind a run that has ended, the last token"
+
+
+def test_the_kind_tells_whether_the_text_knows_two_tokens() -> None:
+    filler = NgramFill()
     assert filler.kind(sequence_of([1, 2, 3, 1, 2])) is GuessKind.MATCHED
-    sequence.carried = [4, 5]
-    assert filler.kind(sequence) is GuessKind.MATCHED
+    assert filler.kind(sequence_of([1, 2, 3, 2])) is GuessKind.BLIND
+    assert filler.kind(sequence_of([1, 2, 3, 4, 1], carried=[2])) is GuessKind.MATCHED
+    assert filler.kind(sequence_of([1])) is GuessKind.BLIND
+
+
+@pytest.mark.parametrize("copies_are_right", [True, False])
+def test_carried_guesses_give_way_to_copies_that_are_better(copies_are_right: bool) -> None:
+    """Of two kinds of guess, one is right in half of all passes and the other never: the right one is used mostly."""
+    filler = NgramFill()
+    sequence = sequence_of([1, 2, 3] * 3)
+    num_dropped, num_accepted = 0, 0
+    for step in range(200):
+        sequence.completion_ids.append(sequence.completion_ids[-1] % 3 + 1 if sequence.completion_ids else 1)
+        sequence.carried = [9, 9, 9]
+        filler.learn(sequence, 3, num_accepted)
+        is_dropped = not sequence.carried
+        num_dropped += is_dropped
+        num_accepted = 3 * (is_dropped == copies_are_right and step % 2)
+    assert num_dropped > 150 if copies_are_right else num_dropped < 50
+    assert 0 < num_dropped < 200, "the other kind is tried too"
+
+
+def test_carried_guesses_stay_where_nothing_is_copied() -> None:
+    filler = NgramFill()
+    sequence = sequence_of([1, 2, 3, 4], [5], carried=[6, 7])
+    filler.learn(sequence, 2, 0)
+    assert sequence.carried == [6, 7]
+    idle = sequence_of([1, 2, 1, 2], [1], carried=[])
+    filler.learn(idle, 0, 0)
+    assert idle.ngrams is None, "a request at window 1 pays nothing"
 
 
 def test_rejected_guesses_are_bounded() -> None:

@@ -43,7 +43,7 @@ class StubFiller:
     def fill(self, sequence: Sequence, kept: Seq[int], num_guesses: int) -> list[int]:
         return [0] * num_guesses
 
-    def learn(self, sequence: Sequence) -> None:
+    def learn(self, sequence: Sequence, num_guesses: int, num_accepted: int) -> None:
         """Nothing."""
 
 
