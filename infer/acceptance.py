@@ -14,15 +14,17 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 # Where nothing is known. Low, so that a model that guesses badly is found out cheaply.
-_DEFAULT_PRIOR = {GuessKind.CARRIED: 0.3, GuessKind.MATCHED: 0.4, GuessKind.BLIND: 0.15}
+_DEFAULT_PRIOR = {GuessKind.CARRIED: 0.6, GuessKind.MATCHED: 0.5, GuessKind.BLIND: 0.3}
 # Weights in observations: of the prior, of the mean over depths, of the other requests.
-_PRIOR_WEIGHT = 8.0
-_DEPTH_WEIGHT = 8.0
-_POOL_WEIGHT = 6.0
+_PRIOR_WEIGHT = 4.0
+_DEPTH_WEIGHT = 4.0
+_POOL_WEIGHT = 4.0
 # A request is followed over about 30 passes, all of them together over about 500.
 _REQUEST_DECAY = 1 - 1 / 30
 _POOL_DECAY = 1 - 1 / 500
 _LEAST, _MOST = 0.005, 0.99
+# The mean is taken over depth 1 alone, which is unlike the others, and over the others.
+_PARTS = [0, 1]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class AcceptanceTable:
         if prior:
             known = np.array([*prior[:max_depth], *[prior[-1]] * (max_depth - len(prior))])
             self._prior[GuessKind.CARRIED] = np.clip(known, _LEAST, _MOST)
+        self._part = np.minimum(np.arange(max_depth), len(_PARTS) - 1)
         self._slot_of: dict[str, int] = {}
         self._free: list[int] = []
         self._reached: Floats = np.zeros((0, kinds, max_depth))
@@ -120,7 +123,7 @@ class AcceptanceTable:
         shared = np.minimum(pool * scale, _MOST)
         own: Floats = self._accepted[where] + _POOL_WEIGHT * shared  # type: ignore[index]
         own /= self._reached[where] + _POOL_WEIGHT  # type: ignore[index]
-        return np.clip(own, _LEAST, _MOST)
+        return own
 
     def flush(self) -> None:
         """Work the noted passes into the counts."""
@@ -153,16 +156,13 @@ class AcceptanceTable:
         self._pool = self._pooled()
 
     def _pooled(self) -> Floats:
-        """Estimate of all requests together, [kinds, max_depth]; depth 1 counts on its own, it is unlike the others."""
-        pooled: Floats = np.empty_like(self._prior)
-        for part in (slice(0, 1), slice(1, None)):
-            reached, accepted = self._pool_reached[:, part], self._pool_accepted[:, part]
-            prior = self._prior[:, part]
-            expected = (reached * prior).sum(axis=1, keepdims=True)
-            scale = (accepted.sum(axis=1, keepdims=True) + _PRIOR_WEIGHT) / (expected + _PRIOR_WEIGHT)
-            base = np.minimum(prior * scale, _MOST)
-            pooled[:, part] = (accepted + _DEPTH_WEIGHT * base) / (reached + _DEPTH_WEIGHT)
-        return np.asarray(np.clip(pooled, _LEAST, _MOST))
+        """Estimate of all requests together, [kinds, max_depth]."""
+        reached, accepted = self._pool_reached, self._pool_accepted
+        expected = np.add.reduceat(reached * self._prior, _PARTS, axis=1)
+        scale = (np.add.reduceat(accepted, _PARTS, axis=1) + _PRIOR_WEIGHT) / (expected + _PRIOR_WEIGHT)
+        base = np.minimum(self._prior * scale[:, self._part], _MOST)
+        pooled: Floats = (accepted + _DEPTH_WEIGHT * base) / (reached + _DEPTH_WEIGHT)
+        return pooled
 
     def _grow(self) -> None:
         old = len(self._got)

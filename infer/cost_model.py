@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ class CostModel:
         slope = (times.seconds[-1] - times.seconds[-2]) / (times.num_rows[-1] - times.num_rows[-2])
         mean_slope = (times.seconds[-1] - times.seconds[0]) / (times.num_rows[-1] - times.num_rows[0])
         far_s = times.seconds[-1] + max(slope, mean_slope) * (_FAR_ROWS - times.num_rows[-1])
-        self._points: Floats = np.array([*times.num_rows, _FAR_ROWS], dtype=np.float64)
+        self._point_list = [*times.num_rows, _FAR_ROWS]
+        self._points: Floats = np.array(self._point_list, dtype=np.float64)
         self._calibrated: Floats = np.array([*times.seconds, far_s])
         self._now = self._calibrated.copy()
         self._corrections = [0.0] * len(self._points)
@@ -72,26 +74,38 @@ class CostModel:
 
     def predict(self, num_rows: NDArray[np.int64], num_requests: int, num_context_tokens: int) -> Floats:
         """Seconds of passes with so many rows [J], all with the same requests; without the machine's present drift."""
-        offset = (num_requests - 1) * self.times.per_request_s
-        offset += max(num_context_tokens - self.times.num_context_tokens, 0) * self.times.per_context_token_s
-        seconds: Floats = np.interp(num_rows, self._points, self._now) + offset
+        seconds: Floats = np.interp(num_rows, self._points, self._now)
+        seconds += self._offset(num_requests, num_context_tokens)
         return seconds
+
+    def predict_one(self, num_rows: int, num_requests: int, num_context_tokens: int) -> float:
+        """Seconds of one pass, as :meth:`predict` gives them."""
+        high = bisect.bisect_left(self._point_list, num_rows)
+        low = max(high - 1, 0)
+        width = self._point_list[high] - self._point_list[low]
+        share = (num_rows - self._point_list[low]) / width if width else 0.0
+        left, right = float(self._now[low]), float(self._now[high])
+        return left + share * (right - left) + self._offset(num_requests, num_context_tokens)
+
+    def _offset(self, num_requests: int, num_context_tokens: int) -> float:
+        context = max(num_context_tokens - self.times.num_context_tokens, 0)
+        return (num_requests - 1) * self.times.per_request_s + context * self.times.per_context_token_s
 
     def observe(self, num_rows: int, num_requests: int, num_context_tokens: int, measured_s: float) -> None:
         """Learn from a decoding pass that ran."""
         if num_rows > self.times.num_rows[-1] or measured_s <= 0:
             return
-        predicted_s = float(self.predict(np.array([num_rows]), num_requests, num_context_tokens)[0])
+        predicted_s = self.predict_one(num_rows, num_requests, num_context_tokens)
         error = _clip(math.log(measured_s / predicted_s) - self._drift, _LARGEST_ERROR)
         self._num_passes += 1
         rate = max(_DRIFT_RATE, 1 / (self._num_passes + 1))
         self._drift = _clip(self._drift + rate * error, _LARGEST_DRIFT)
-        high = int(np.searchsorted(self._points, num_rows))
-        low = high if self._points[high] == num_rows else high - 1
-        width = float(self._points[high] - self._points[low])
-        share = (num_rows - float(self._points[low])) / width if width else 0.0
-        self._correct(low, 1 - share, error)
-        if high != low:
+        high = bisect.bisect_left(self._point_list, num_rows)
+        if num_rows == self._point_list[high]:
+            self._correct(high, 1.0, error)
+        else:
+            share = (num_rows - self._point_list[high - 1]) / (self._point_list[high] - self._point_list[high - 1])
+            self._correct(high - 1, 1 - share, error)
             self._correct(high, share, error)
 
     def _correct(self, point: int, weight: float, error: float) -> None:

@@ -202,6 +202,8 @@ class LLMEngine:
         if user is not None:
             raise UsageError(f"adapter '{name}': request {user} uses it; wait for its end, or abort it")
         self.runner.unload_adapter(name)
+        # Its pages are known by its name, which may go to another adapter.
+        self.reset_prefix_cache()
 
     def _check_adapter(self, request: Request) -> None:
         assert request.adapter is not None

@@ -75,9 +75,8 @@ class NgramFill:
 
     def kind(self, sequence: RequestSequence) -> GuessKind:
         memory = _memory_of(sequence)
-        num_known = len(memory.text.tokens) + len(sequence.carried)
-        found = memory.find(_key_of_end(memory, sequence.carried), num_known)
-        return GuessKind.MATCHED if found and found[2] > 1 else GuessKind.BLIND
+        is_known = memory.knows_two(_key_of_end(memory, sequence.carried))
+        return GuessKind.MATCHED if is_known else GuessKind.BLIND
 
     def fill(self, sequence: RequestSequence, kept: Sequence[int], num_guesses: int) -> list[int]:
         memory = _memory_of(sequence)

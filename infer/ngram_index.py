@@ -47,6 +47,11 @@ class NgramIndex:
             position += 1
         self._run = run
 
+    @property
+    def pairs(self) -> dict[int, int]:
+        """Places by the key of the two tokens before them."""
+        return self._follows[1]
+
     def end_run(self) -> None:
         """No run of tokens goes over this place: what comes next belongs to another text."""
         self.tokens.append(END)
@@ -101,7 +106,12 @@ class NgramMemory:
         self.rejected.append((last_token_id, *token_ids[: LONGEST_RUN - 2]))
         self.rejected.end_run()
 
-    def find(self, key: int, num_known: int) -> tuple[list[int], int, int] | None:
+    def knows_two(self, key: int) -> bool:
+        """Whether the last two tokens of a text have stood together before."""
+        two = key & _MASK_2
+        return two in self.text.pairs or two in self.rejected.pairs
+
+    def find(self, key: int, num_known: int) -> tuple[list[int], int] | None:
         """Latest continuation of the longest known run that ends a text, committed text before rejected guesses.
 
         Args:
@@ -109,11 +119,11 @@ class NgramMemory:
             num_known: tokens of the text, at least 1.
 
         Returns:
-            The tokens it stands in, its place there, and the length of the run; None when even the last token is new.
+            The tokens it stands in, and its place there; None when even the last token is new.
         """
         for num_tokens in range(min(num_known, LONGEST), 0, -1):
             for index in (self.text, self.rejected):
                 place = index.find(key, num_tokens)
                 if place is not None:
-                    return index.tokens, place, num_tokens
+                    return index.tokens, place
         return None

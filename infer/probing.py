@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
 
 from jacobi_llm.infer.cost_model import CostModel
-
-Integers = NDArray[np.int64]
 
 AFTER_STEPS = 32
 # The first of these passes has no carried guesses to try, the others do.
@@ -31,13 +28,13 @@ class Probing:
         self.spent_s = 0.0
         self.passed_s = 0.0
         self._credit_s = 0.0
-        self._idle_steps: Integers = np.zeros(0, dtype=np.int64)
-        self._steps_left: Integers = np.zeros(0, dtype=np.int64)
+        self._idle_steps: dict[int, int] = {}
+        self._steps_left: dict[int, int] = {}
 
     def add(
-        self, guesses: Integers, slots: Integers, most: Integers, load: tuple[int, int, int], cost: CostModel
-    ) -> Integers:
-        """Guesses of each request, probes added.
+        self, guesses: list[int], slots: Sequence[int], most: Sequence[int], load: tuple[int, int, int], cost: CostModel
+    ) -> None:
+        """Add probes to the guesses of a pass, in place.
 
         Args:
             guesses: [S], as chosen without probing.
@@ -46,38 +43,34 @@ class Probing:
             load: rows without any guesses, requests, and context tokens of the pass.
             cost: pass times.
         """
-        self._make_room(int(slots.max()) + 1)
         num_rows, num_requests, num_context_tokens = load
-        is_idle = guesses == 0
-        idle = np.where(is_idle, self._idle_steps[slots] + 1, 0)
-        self._idle_steps[slots] = idle
-        rows = num_rows + int(guesses.sum())
-        seconds = cost.predict(np.array([rows, rows + NUM_GUESSES]), num_requests, num_context_tokens)
-        step_s, probe_s = float(seconds[0]), float(seconds[1] - seconds[0])
+        idle = self._idle_steps
+        longest, oldest = 0, -1
+        for index, (slot, count) in enumerate(zip(slots, guesses, strict=True)):
+            steps = idle[slot] = 0 if count else idle.get(slot, 0) + 1
+            if steps > longest and slot not in self._steps_left:
+                longest, oldest = steps, index
+        rows = num_rows + sum(guesses)
+        step_s = cost.predict_one(rows, num_requests, num_context_tokens)
+        probe_s = cost.predict_one(rows + NUM_GUESSES, num_requests, num_context_tokens) - step_s
         price_s = NUM_STEPS * max(probe_s, 0.0)
         self.passed_s += step_s
         self._credit_s = min(self._credit_s + COST_SHARE * step_s, max(_MOST_SAVED * price_s, step_s))
-        left = self._steps_left[slots]
-        if self._credit_s >= price_s and int(idle.max()) >= AFTER_STEPS:
-            oldest = int(np.where(left == 0, idle, 0).argmax())
-            if idle[oldest] >= AFTER_STEPS and most[oldest] > 0:
-                left[oldest] = NUM_STEPS
-                self._idle_steps[slots[oldest]] = 0
-                self._credit_s -= price_s
-                self.spent_s += price_s
-                self.num_started += 1
-        is_probed = left > 0
-        self._steps_left[slots] = np.maximum(left - 1, 0)
-        return np.where(is_probed, np.maximum(guesses, np.minimum(NUM_GUESSES, most)), guesses)
+        if longest >= AFTER_STEPS and self._credit_s >= price_s:
+            self._steps_left[slots[oldest]] = NUM_STEPS
+            idle[slots[oldest]] = 0
+            self._credit_s -= price_s
+            self.spent_s += price_s
+            self.num_started += 1
+        if self._steps_left:
+            for index, slot in enumerate(slots):
+                if slot in self._steps_left:
+                    guesses[index] = max(guesses[index], min(NUM_GUESSES, most[index]))
+                    self._steps_left[slot] -= 1
+                    if not self._steps_left[slot]:
+                        del self._steps_left[slot]
 
     def forget(self, slot: int) -> None:
         """A request has ended; its number may go to another."""
-        if slot < len(self._idle_steps):
-            self._idle_steps[slot] = self._steps_left[slot] = 0
-
-    def _make_room(self, num_slots: int) -> None:
-        missing = num_slots - len(self._idle_steps)
-        if missing > 0:
-            more = np.zeros(missing + len(self._idle_steps), dtype=np.int64)
-            self._idle_steps = np.concatenate((self._idle_steps, more))
-            self._steps_left = np.concatenate((self._steps_left, more))
+        self._idle_steps.pop(slot, None)
+        self._steps_left.pop(slot, None)

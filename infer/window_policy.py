@@ -25,14 +25,18 @@ Integers = NDArray[np.int64]
 MAX_WINDOW = 64
 # No request may get less than this share of the tokens per second that it would have with all windows at 1.
 FLOOR = 0.97
+# What a row brings as a carried guess of the next pass counts so much, what it brings now the rest (from simulation).
+LATER_WEIGHT = 2 / 3
 # Guesses must promise at least this much more; below it, AR is as good and has no estimates that may be wrong.
 LEAST_GAIN = 1.02
 # With guesses all the time, a pass without any would never be timed again: one is run after so many steps.
 CHECK_AFTER_STEPS = (32, 64, 128, 256)
 KEPT_STEPS = 16_384
 
+# Guesses of all requests together that are looked at, unless that leaves a request less than the second.
 _MOST_GUESSES = 256
-# Guesses of all requests together that are looked at: every number at first, then coarser.
+_LEAST_DEPTH = 4
+# Totals that are tried: every number at first, then coarser.
 _TOTALS = np.unique([*range(9), *(step * n for step in (1, 2, 4, 8, 16, 32) for n in range(9, 17))])
 
 
@@ -98,7 +102,7 @@ class AutoWindows:
     the largest E(R) / T(R), the next row always going to the request where it brings most; such that every request has
     E_i(R) / T(R) >= ``FLOOR`` / T(all windows 1). A row at depth d brings the product of the acceptances of depths 1 to
     d. Its prediction, if it is not proved at once, is a guess of the next pass: where guesses of the fill policy are
-    worse than carried ones, the mean over a pass with the first and a pass with the second counts.
+    worse than carried ones, a mean of both counts, or nobody would ever take the first step.
 
     Requests that stay at window 1 are probed (:class:`Probing`). Requests with a window of their own keep it.
 
@@ -126,28 +130,22 @@ class AutoWindows:
         if not load.auto:
             return load.windows
         self._num_steps += 1
-        slots = np.array([self._table.slot(sequence.request.id) for sequence in load.auto])
-        most = np.minimum(load.most_guesses, MAX_WINDOW - 1)
-        guesses = self._best(load, slots, most, fillers)
-        if guesses.any():
+        slots = [self._table.slot(sequence.request.id) for sequence in load.auto]
+        guesses = self._best(load, slots, fillers)
+        if any(guesses):
             self._unchecked_steps += 1
             if self._unchecked_steps >= CHECK_AFTER_STEPS[min(self._num_checks, len(CHECK_AFTER_STEPS) - 1)]:
                 self._num_checks += 1
                 self._unchecked_steps = 0
-                guesses = np.zeros_like(guesses)
+                guesses = [0] * len(guesses)
         pass_load = (load.num_rows, load.num_requests, load.num_context_tokens)
-        guesses = self.probing.add(guesses, slots, most, pass_load, self.cost)
-        for sequence, num_guesses in zip(load.auto, guesses.tolist(), strict=True):
+        self.probing.add(guesses, slots, load.most_guesses, pass_load, self.cost)
+        for sequence, num_guesses in zip(load.auto, guesses, strict=True):
             load.windows[sequence.request.id] = 1 + num_guesses
-        total = int(guesses.sum())
+        total = sum(guesses)
+        mean_window = 1 + total / len(load.auto)
         self.history.append(
-            StepChoice(
-                self._num_steps,
-                len(sequences),
-                load.num_rows + total,
-                1 + total / len(load.auto),
-                load.num_context_tokens,
-            )
+            StepChoice(self._num_steps, load.num_requests, load.num_rows + total, mean_window, load.num_context_tokens)
         )
         return load.windows
 
@@ -169,27 +167,28 @@ class AutoWindows:
             self.probing.forget(guessed[0])
         self._table.forget(sequence.request.id)
 
-    def _best(self, load: _Load, slots: Integers, most: Integers, fillers: Mapping[FillPolicy, Filler]) -> Integers:
+    def _best(self, load: _Load, slots: list[int], fillers: Mapping[FillPolicy, Filler]) -> list[int]:
         num_requests = len(load.auto)
         room = load.rows_available - load.num_rows
-        depth = min(int(most.max()), max(-(-_MOST_GUESSES // num_requests), 4))
+        depth = min(max(load.most_guesses), max(-(-_MOST_GUESSES // num_requests), _LEAST_DEPTH), MAX_WINDOW - 1)
         num_carried, kinds = [], []
-        for sequence, slot in zip(load.auto, slots.tolist(), strict=True):
+        for sequence, slot in zip(load.auto, slots, strict=True):
             carried = len(sequence.carried)
             kind = GuessKind.CARRIED if carried >= depth else fillers[sequence.request.params.fill].kind(sequence)
             self._guessed[sequence.request.id] = (slot, carried, kind)
             num_carried.append(carried)
             kinds.append(kind)
-        if room < 1 or depth < 1:
-            return np.zeros(num_requests, dtype=np.int64)
-        now_SD, carried_SD = self._table.estimate(slots, np.array(num_carried), np.array(kinds), depth)
-        gains_SD = now_SD.cumprod(axis=1)
-        later_SD = carried_SD.cumprod(axis=1)
-        gains_SD = np.maximum(gains_SD, (gains_SD + later_SD) / 2)
-        gains_SD[np.arange(depth) >= most[:, None]] = 0.0
-        totals = _TOTALS[: np.searchsorted(_TOTALS, min(room, num_requests * depth), side="right")]
+        if room < 1:
+            return [0] * num_requests
+        now_SD, carried_SD = self._table.estimate(np.array(slots), np.array(num_carried), np.array(kinds), depth)
+        gains_SD, later_SD = now_SD.cumprod(axis=1), carried_SD.cumprod(axis=1)
+        gains_SD += LATER_WEIGHT * np.maximum(later_SD - gains_SD, 0.0)
+        if min(load.most_guesses) < depth:
+            gains_SD[np.arange(depth) >= np.array(load.most_guesses)[:, None]] = 0.0
+        totals = _TOTALS[: _TOTALS.searchsorted(min(room, num_requests * depth), side="right")]
         seconds = self.cost.predict(load.num_rows + totals, load.num_requests, load.num_context_tokens)
-        return allocate(gains_SD, totals, seconds, floor=FLOOR, least_gain=LEAST_GAIN)
+        guesses: list[int] = allocate(gains_SD, totals, seconds, floor=FLOOR, least_gain=LEAST_GAIN).tolist()
+        return guesses
 
 
 @dataclass

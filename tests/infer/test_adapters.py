@@ -414,3 +414,27 @@ def test_the_real_model_in_float32(tmp_path: Path) -> None:
         assert name != "a" or expected != base
         for window in (1, 16):
             assert list(outputs[f"{name} {window}"].token_ids) == expected, (name, window)
+
+
+def test_known_pages_belong_to_an_adapter_and_not_to_its_name(tmp_path: Path) -> None:
+    """One prompt, whose pages are known, under the base and two adapters; then a name goes to another adapter."""
+    folders = {
+        name: save_adapter(tmp_path / name, tiny_model("llama"), seed=number, **ALL_LINEAR)
+        for number, name in enumerate("ab")
+    }
+    prompt = random_prompt(random.Random(5), 41)
+    models = {None: tiny_model("llama"), **{name: merged(tiny_model("llama"), path) for name, path in folders.items()}}
+    answers = {name: decode_ar(model, prompt, NUM_TOKENS) for name, model in models.items()}
+    assert len({tuple(answer) for answer in answers.values()}) == 3
+    engine = make_engine(tiny_loaded("llama"))
+    for name, path in folders.items():
+        engine.load_adapter(name, str(path))
+    for turn in range(2):
+        for name, answer in answers.items():
+            [output] = engine.generate([request(f"{turn} {name}", prompt, name, 4)])
+            assert list(output.token_ids) == answer
+    assert engine.scheduler.num_hit_tokens == 3 * 32
+    engine.unload_adapter("a")
+    engine.load_adapter("a", str(folders["b"]))
+    [output] = engine.generate([request("renamed", prompt, "a", 4)])
+    assert list(output.token_ids) == answers["b"]

@@ -114,7 +114,7 @@ def test_rejected_guesses_are_bounded() -> None:
         assert len(memory.rejected.tokens) <= MOST_REJECTED
     assert memory.find(key_of([2999]), 1) is not None
     memory.add_rejected(1, range(100, 200))
-    tokens, place, _ = memory.find(key_of([1, 100]), 2) or ([], 0, 0)
+    tokens, place = memory.find(key_of([1, 100]), 2) or ([], 0)
     assert tokens[place : tokens.index(-1, place)] == list(range(101, 100 + LONGEST_RUN - 2))
 
 
