@@ -27,19 +27,22 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.exact.real import Load, run_bf16, run_fp32
+from benchmarks.exact.real import Judge, Load, run_bf16, run_fp32, run_invariant
 from benchmarks.exact.tiny import run_tiny
 from benchmarks.exact.verdict import Part
 from jacobi_llm.configs.errors import JacobiError
 from jacobi_llm.configs.files import write_atomically
+from jacobi_llm.configs.schema import Dtype
 from jacobi_llm.infer.environment import describe_run
+from jacobi_llm.infer.models import load_model
 
 RESULT = Path(__file__).parent / "results" / "exactness.json"
 PARTS = ("tiny", "fp32", "bf16")
-CELLS = {"tiny": 9_000, "fp32": 600, "bf16": 600}
+TINY_CELLS, REAL_CELLS = 9_000, 600
 NUM_TOKENS = 32
 _COLUMNS = ("part", "cells", "mismatches", "explained", "unexplained", "threshold", "seconds")
 
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     torch.set_num_threads(args.threads)
     try:
-        parts = [part for name in PARTS if args.part in (name, "all") for part in run_part(name, args)]
+        parts = run_parts(args.part, args)
     except JacobiError as error:
         say(f"error: {error}")
         return error.exit_code
@@ -61,13 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(part.num_unexplained for part in parts) else 0
 
 
-def run_part(name: str, args: argparse.Namespace) -> list[Part]:
-    """Run one of ``PARTS``."""
-    num_cells = args.cells or CELLS[name]
-    if name == "tiny":
-        return [run_tiny(num_cells, say)]
-    load = Load(num_cells, args.tokens, args.model)
-    return run_fp32(load, say) if name == "fp32" else run_bf16(load, say)
+def run_parts(part: str, args: argparse.Namespace) -> list[Part]:
+    """Run one of ``PARTS``, or all."""
+    parts = []
+    if part in ("tiny", "all"):
+        parts.append(run_tiny(args.cells or TINY_CELLS, say))
+    if part == "tiny":
+        return parts
+    with TemporaryDirectory() as folder:
+        judge = Judge.of(Load(args.cells or REAL_CELLS, args.tokens, args.model), Path(folder))
+        if part in ("fp32", "all"):
+            parts.append(run_fp32(judge, say))
+        if part in ("bf16", "all"):
+            loaded = load_model(args.model, dtype=Dtype.BFLOAT16)
+            parts.append(run_bf16(judge, loaded, say))
+            parts.append(run_invariant(judge, loaded, say))
+    return parts
 
 
 def table(parts: Sequence[Part]) -> str:
@@ -101,7 +113,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="what to run")
-    parser.add_argument("--cells", type=_positive, help=f"cells of each part, at least (default: {CELLS})")
+    parser.add_argument(
+        "--cells", type=_positive, help=f"least cells of each part (default: tiny {TINY_CELLS}, others {REAL_CELLS})"
+    )
     parser.add_argument("--tokens", type=_positive, default=NUM_TOKENS, help="longest answer, real model (tokens)")
     parser.add_argument("--model", default="smollm2-135m", help="the real model: name or folder")
     parser.add_argument("--threads", type=_positive, default=2, help="CPU threads")

@@ -22,16 +22,21 @@ class Plain:
     """What processors are made from.
 
     Attributes:
-        prompt_ids: the prompt.
-        answer_ids: the greedy answer to it.
+        question: without any.
+        reference: answers it, if that is needed.
         vocab_size: of the model.
         draw: of this question.
     """
 
-    prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
+    question: Question
+    reference: Reference
     vocab_size: int
     draw: random.Random
+
+    @property
+    def answer_ids(self) -> tuple[int, ...]:
+        """The greedy answer."""
+        return self.reference.answer(self.question).token_ids
 
 
 def _bad_words(plain: Plain) -> SamplingParams:
@@ -176,9 +181,7 @@ def make_question(
     seed, choice = draw.choice(KEYS)
     params = DecodeParams(max_tokens, seed=seed, choice=choice, stop_token_ids=frozenset(eos_token_ids))
     question = Question(question_id, name, processor, stop, prompt_ids, params, adapter)
-    greedy_ids = reference.answer(question).token_ids
-    sampling = PROCESSORS[processor](Plain(prompt_ids, greedy_ids, vocab_size, draw))
-    question = _with(question, sampling=sampling)
+    question = _with(question, sampling=PROCESSORS[processor](Plain(question, reference, vocab_size, draw)))
     return STOPS[stop](question, reference.answer(question).token_ids, reference, draw)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 from benchmarks.exact.oracle import OracleFill, told_with_errors
@@ -40,8 +42,10 @@ class Mix:
     max_prefill_rows: int = 512
     prefix_sharing: bool = False
 
-    def engine(self, loaded: LoadedModel, config: EngineConfig) -> LLMEngine:
-        """Make an engine for this mix out of ``config``."""
+    def engine(
+        self, loaded: LoadedModel, config: EngineConfig, adapters: Mapping[str, Path] | None = None
+    ) -> LLMEngine:
+        """Make an engine for this mix out of ``config``, with ``adapters`` loaded."""
         config = config.model_copy(
             update={
                 "max_num_rows": self.max_num_rows,
@@ -49,11 +53,13 @@ class Mix:
                 "prefix_sharing": self.prefix_sharing,
             }
         )
-        if self.num_pages is None:
-            return LLMEngine(loaded, config)
         # The config counts in MiB, which is many pages of a small model.
-        with mock.patch("jacobi_llm.infer.engine.num_pages_for", return_value=self.num_pages):
-            return LLMEngine(loaded, config)
+        num_pages = mock.patch("jacobi_llm.infer.engine.num_pages_for", return_value=self.num_pages)
+        with num_pages if self.num_pages else nullcontext():
+            engine = LLMEngine(loaded, config)
+        for name, path in (adapters or {}).items():
+            engine.load_adapter(name, str(path))
+        return engine
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from benchmarks.exact.adapters import merged, save_adapters
 from benchmarks.exact.kinds import PROCESSORS, SMOOTH, STOPS, make_question
 from benchmarks.exact.mix import Happened, Mix, Run
 from benchmarks.exact.prompts import real_prompts
 from benchmarks.exact.question import WINDOWS, Answer, Cell, Question
-from benchmarks.exact.reference import GrowingText, Reference
+from benchmarks.exact.reference import Forward, GrowingText, Reference
 from benchmarks.exact.verdict import Part, add_against_reference, first_difference
 from jacobi_llm.configs.schema import Dtype, EngineConfig
 from jacobi_llm.infer.engine import LLMEngine
@@ -45,6 +48,8 @@ _COST_PROMPT_TOKENS = 32
 _COST_PASSES = 12
 _COST_PAIRS = 9
 
+ADAPTER_SPREAD = 0.04
+
 Say = Callable[[str], None]
 
 
@@ -62,44 +67,81 @@ class Load:
     num_tokens: int
     model: str
 
+    @property
+    def num_questions(self) -> int:
+        return -(-self.num_cells // CELLS_PER_QUESTION)
 
-def run_fp32(load: Load, say: Say) -> list[Part]:
+
+@dataclass(frozen=True)
+class Judge:
+    """The model in fp32 as transformers runs it, its adapters, and what it was asked so far."""
+
+    load: Load
+    loaded: LoadedModel
+    adapters: dict[str, Path]
+    reference: Reference
+
+    @classmethod
+    def of(cls, load: Load, folder: Path) -> Judge:
+        """Load the model, and put random adapters into ``folder``."""
+        loaded = load_model(load.model, dtype=Dtype.FLOAT32)
+        adapters = save_adapters(folder, loaded.model, ADAPTER_SPREAD)
+        forwards: dict[str | None, Forward] = {None: GrowingText(loaded.model)}
+        forwards |= {name: GrowingText(merged(loaded.model, path)) for name, path in adapters.items()}
+        return cls(load, loaded, adapters, Reference(forwards, loaded.tokenizer, loaded.max_context))
+
+    def questions(self, count: int, processors: Collection[str]) -> list[Question]:
+        """The first ``count`` questions with one of ``processors``; always in the same order."""
+        prompts = real_prompts(self.loaded.tokenizer)
+        names = (None, *self.adapters)
+        pairs = [(processor, stop) for stop in STOPS for processor in PROCESSORS]
+        random.Random(0).shuffle(pairs)
+        kinds = ((number, *pairs[number % len(pairs)]) for number in itertools.count())
+        wanted = itertools.islice((kind for kind in kinds if kind[1] in processors), count)
+        return [
+            make_question(
+                f"real/{number}",
+                prompt=prompts[number % len(prompts)],
+                processor=processor,
+                stop=stop,
+                reference=self.reference,
+                max_tokens=self.load.num_tokens,
+                vocab_size=int(self.loaded.model.config.vocab_size),
+                eos_token_ids=self.loaded.eos_token_ids,
+                adapter=names[number % len(names)],
+            )
+            for number, processor, stop in wanted
+        ]
+
+
+def run_fp32(judge: Judge, say: Say) -> Part:
     """The engine in fp32 against the loop over transformers' model in fp32."""
     started_s = time.perf_counter()
-    loaded = load_model(load.model, dtype=Dtype.FLOAT32)
-    reference = _reference(loaded)
-    questions = _questions(load, loaded, reference, list(PROCESSORS), load.num_cells)
-    expected = {question.id: reference.answer(question) for question in questions}
+    questions = judge.questions(judge.load.num_questions, PROCESSORS)
+    expected = {question.id: judge.reference.answer(question) for question in questions}
     say(f"fp32: {len(questions)} references in {time.perf_counter() - started_s:.0f} s")
     part = Part("real model, fp32", bound=FP32_BOUND)
-    _add_generate(part, loaded, reference, questions[:_GENERATE_CELLS], load.num_tokens)
-    _decode_all(part, loaded, EngineConfig(kv_memory_mib=KV_MEMORY_MIB), questions, expected, reference, say)
+    _add_generate(part, judge, questions[:_GENERATE_CELLS])
+    _decode_all(part, judge, judge.loaded, _config(), questions, expected, say)
     part.wall_s = time.perf_counter() - started_s
-    return [part]
+    return part
 
 
-def run_bf16(load: Load, say: Say) -> list[Part]:
-    """bf16 against the engine's own plain decoding at batch 1; then the same in batch-invariant mode, and its cost."""
-    loaded = load_model(load.model, dtype=Dtype.BFLOAT16)
-    reference = _reference(load_model(load.model, dtype=Dtype.FLOAT32))
-    return [_run_rounded(load, loaded, reference, say), _run_invariant(load, loaded, reference, say)]
-
-
-def _run_rounded(load: Load, loaded: LoadedModel, reference: Reference, say: Say) -> Part:
+def run_bf16(judge: Judge, loaded: LoadedModel, say: Say) -> Part:
+    """The engine in bf16 against its own plain decoding at batch 1."""
     started_s = time.perf_counter()
-    questions = _questions(load, loaded, reference, list(SMOOTH), load.num_cells)
-    config = EngineConfig(kv_memory_mib=KV_MEMORY_MIB)
-    engine = ALONE.engine(loaded, config)
+    questions = judge.questions(judge.load.num_questions, SMOOTH)
+    engine = ALONE.engine(loaded, _config(), judge.adapters)
     expected = _plain_answers(engine, ALONE, questions, order=0)
     gaps = []
     for order in range(_ORDERS_OF_AR):
         answers = _plain_answers(engine, BATCH_OF_8, questions, order)
         for question in questions:
-            gaps += _gap_of(reference, question, expected[question.id], answers[question.id])
+            gaps += _gap_of(judge.reference, question, expected[question.id], answers[question.id])
     del engine
     part = Part("real model, bf16", bound=2 * max(gaps, default=0.0))
     say(f"bf16: plain decoding differs {len(gaps)} times between batch 1 and 8; threshold {part.bound:.3g}")
-    _decode_all(part, loaded, config, questions, expected, reference, say)
+    _decode_all(part, judge, loaded, _config(), questions, expected, say)
     part.facts |= {
         "ar_batch_8_answers": _ORDERS_OF_AR * len(questions),
         "ar_batch_8_divergences": len(gaps),
@@ -110,63 +152,40 @@ def _run_rounded(load: Load, loaded: LoadedModel, reference: Reference, say: Say
     return part
 
 
-def _run_invariant(load: Load, loaded: LoadedModel, reference: Reference, say: Say) -> Part:
+def run_invariant(judge: Judge, loaded: LoadedModel, say: Say) -> Part:
+    """The engine in bf16 and batch-invariant mode against its own plain decoding at batch 1; and the mode's cost."""
     started_s = time.perf_counter()
-    questions = _questions(load, loaded, reference, list(PROCESSORS), load.num_cells // 2)
-    config = EngineConfig(kv_memory_mib=KV_MEMORY_MIB, batch_invariant=True)
-    engine = ALONE.engine(loaded, config)
+    questions = judge.questions(-(-judge.load.num_questions // 2), PROCESSORS)
+    engine = ALONE.engine(loaded, _config(batch_invariant=True), judge.adapters)
     expected = _plain_answers(engine, ALONE, questions, order=0)
     part = Part("real model, bf16, batch-invariant", bound=0.0)
-    part.facts["cost"] = _cost(engine, ALONE.engine(loaded, EngineConfig(kv_memory_mib=KV_MEMORY_MIB)))
+    part.facts["cost"] = _cost(engine, ALONE.engine(loaded, _config()))
+    say(f"batch-invariant: {part.facts['cost']}")
     del engine
-    _decode_all(part, loaded, config, questions, expected, reference, say)
+    _decode_all(part, judge, loaded, _config(batch_invariant=True), questions, expected, say)
     part.wall_s = time.perf_counter() - started_s
     return part
 
 
-def _reference(loaded: LoadedModel) -> Reference:
-    return Reference({None: GrowingText(loaded.model)}, loaded.tokenizer, loaded.max_context)
-
-
-def _questions(
-    load: Load, loaded: LoadedModel, reference: Reference, processors: Sequence[str], num_cells: int
-) -> list[Question]:
-    """As many as ``num_cells`` need; stops and prompts in turn, so that each meets each."""
-    draw = random.Random(0)
-    prompts = real_prompts(loaded.tokenizer)
-    pairs = [(processor, stop) for stop in STOPS for processor in processors]
-    draw.shuffle(pairs)
-    count = -(-num_cells // CELLS_PER_QUESTION)
-    return [
-        make_question(
-            f"real/{number}",
-            prompt=prompts[number % len(prompts)],
-            processor=pairs[number % len(pairs)][0],
-            stop=pairs[number % len(pairs)][1],
-            reference=reference,
-            max_tokens=load.num_tokens,
-            vocab_size=int(loaded.model.config.vocab_size),
-            eos_token_ids=loaded.eos_token_ids,
-        )
-        for number in range(count)
-    ]
+def _config(*, batch_invariant: bool = False) -> EngineConfig:
+    return EngineConfig(kv_memory_mib=KV_MEMORY_MIB, batch_invariant=batch_invariant)
 
 
 def _decode_all(
     part: Part,
+    judge: Judge,
     loaded: LoadedModel,
     config: EngineConfig,
     questions: Sequence[Question],
     expected: dict[str, Answer],
-    reference: Reference,
     say: Say,
 ) -> None:
     """Every cell of ``questions``, in mixed batches, alone, and in a crowd that is short of pages."""
     draw = random.Random(part.name)
     happened = Happened.nothing()
-    roomy = MIXED.engine(loaded, config)
+    roomy = MIXED.engine(loaded, config, judge.adapters)
     for mix in (MIXED, ALONE, CROWDED):
-        engine = CROWDED.engine(loaded, config) if mix is CROWDED else roomy
+        engine = CROWDED.engine(loaded, config, judge.adapters) if mix is CROWDED else roomy
         cells = [
             Cell.draw(question, window, mix.name, draw)
             for number, question in enumerate(questions)
@@ -175,7 +194,7 @@ def _decode_all(
         answers, more = Run(engine, mix, draw).decode(cells, expected)
         happened += more
         for cell, answer in zip(cells, answers, strict=True):
-            add_against_reference(part, cell, expected[cell.question.id], answer, reference)
+            add_against_reference(part, cell, expected[cell.question.id], answer, judge.reference)
         say(f"{part.name}: {mix.name}: {part.num_cells} cells, {len(part.mismatches)} mismatches")
     part.facts |= asdict(happened)
 
@@ -204,19 +223,18 @@ def _gap_of(reference: Reference, question: Question, one: Answer, other: Answer
     return [reference.gap(question, one.token_ids[:position], pair)]
 
 
-def _add_generate(
-    part: Part, loaded: LoadedModel, reference: Reference, questions: Sequence[Question], num_tokens: int
-) -> None:
+def _add_generate(part: Part, judge: Judge, questions: Sequence[Question]) -> None:
     """The loop itself against transformers' ``generate``, where both can do the same: greedily, to the end."""
-    eos = loaded.eos_token_ids
+    eos, num_tokens = judge.loaded.eos_token_ids, judge.load.num_tokens
     for question in questions:
         params = DecodeParams(num_tokens, stop_token_ids=frozenset(eos))
         plain = Question(f"{question.id}, generate", question.prompt, "greedy", "budget", question.prompt_ids, params)
-        expected = reference.answer(plain)
-        ids = tuple(reference_ids(loaded.model, plain.prompt_ids, max_tokens=num_tokens, stop_token_ids=eos))
+        expected = judge.reference.answer(plain)
+        ids = tuple(reference_ids(judge.loaded.model, plain.prompt_ids, max_tokens=num_tokens, stop_token_ids=eos))
         is_stopped = ids[-1] in eos
-        got = Answer(ids, "stop" if is_stopped else "length", reference.text(ids[:-1] if is_stopped else ids))
-        add_against_reference(part, Cell.plain(plain, "transformers generate"), expected, got, reference)
+        text = judge.reference.text(ids[:-1] if is_stopped else ids)
+        got = Answer(ids, "stop" if is_stopped else "length", text)
+        add_against_reference(part, Cell.plain(plain, "transformers generate"), expected, got, judge.reference)
 
 
 def _cost(invariant: LLMEngine, normal: LLMEngine) -> dict[str, Any]:

@@ -7,7 +7,8 @@ token, and a stop string is looked for in all of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -106,6 +107,7 @@ class Reference:
         self.forwards = forwards
         self.tokenizer = tokenizer
         self.max_context = max_context
+        self._chosen: dict[Hashable, int] = {}
 
     def answer(self, question: Question) -> Answer:
         """Decode to the end."""
@@ -124,7 +126,18 @@ class Reference:
                 return Answer(tuple(token_ids), "length", self.text(token_ids))
 
     def choose(self, question: Question, completion_ids: Sequence[int]) -> int:
-        """The token after ``completion_ids``."""
+        """The token after ``completion_ids``; remembered, since answers begin alike whatever stops them."""
+        params = question.params
+        # Some processors look at the stop tokens.
+        asked = replace(params, max_tokens=1, stop=())
+        if not (params.sampling.min_tokens or params.sampling.bad_words_ids):
+            asked = replace(asked, stop_token_ids=frozenset())
+        key = (question.prompt_ids, question.adapter, asked, tuple(completion_ids))
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(question, completion_ids)
+        return self._chosen[key]
+
+    def _choose(self, question: Question, completion_ids: Sequence[int]) -> int:
         z = self.scores(question, completion_ids)
         params = question.params
         if params.sampling.temperature == 0:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from benchmarks.exact.adapters import merged, save_adapters
 from benchmarks.exact.kinds import PROCESSORS, STOPS, make_question
 from benchmarks.exact.mix import Happened, Mix, Run
 from benchmarks.exact.question import WINDOWS, Answer, Cell, Question
-from benchmarks.exact.reference import Reference, WholeText
+from benchmarks.exact.reference import Forward, Reference, WholeText
 from benchmarks.exact.verdict import Part, add_against_reference
 from jacobi_llm.configs.schema import AttentionBackend, CompileMode, EngineConfig
 from jacobi_llm.infer.cost_model import CostModel, PassTimes
@@ -19,7 +23,12 @@ from jacobi_llm.infer.models import LoadedModel
 from jacobi_llm.infer.window_policy import AutoWindows
 from tests.tiny_models import VOCAB_SIZE, tiny_loaded
 
+# A prompt with its name; a prompt, a kind of processor and a kind of stop.
+Prompt = tuple[str, tuple[int, ...]]
+Kinds = tuple[Prompt, str, str]
+
 NUM_TOKENS = 24
+ADAPTER_SPREAD = 0.2
 MIXES = (
     Mix("alone"),
     Mix("mixed", in_flight=10, prefix_sharing=True),
@@ -51,6 +60,11 @@ class Subject:
 
     def load(self) -> LoadedModel:
         return tiny_loaded(self.family, **dict(self.overrides))
+
+    @property
+    def has_adapters(self) -> bool:
+        """Adapters chosen per request are there with the native attention only."""
+        return self.attention is AttentionBackend.NATIVE
 
     @property
     def config(self) -> EngineConfig:
@@ -86,40 +100,53 @@ def run_tiny(
     num_questions = -(-num_cells // (len(subjects) * len(WINDOWS) * len(mixes)))
     kinds = _kinds(num_questions * len(subjects))
     happened = Happened.nothing()
-    references: dict[tuple[str, tuple[tuple[str, object], ...]], tuple[LoadedModel, Reference]] = {}
-    for subject in subjects:
-        key = (subject.family, subject.overrides)
-        if key not in references:
-            loaded = subject.load()
-            whole = WholeText(loaded.model)
-            references[key] = loaded, Reference({None: whole}, loaded.tokenizer, loaded.max_context)
-        loaded, reference = references[key]
-        questions = [_question(f"{subject.name}/{number}", reference, *next(kinds)) for number in range(num_questions)]
-        expected = {question.id: reference.answer(question) for question in questions}
-        for mix in mixes:
-            happened += _run_mix(part, subject, loaded, reference, mix, expected, questions)
-        say(f"tiny: {subject.name}: {part.num_cells} cells, {len(part.mismatches)} mismatches")
+    with TemporaryDirectory() as folder:
+        for subject in subjects:
+            asked = _Asked.about(subject, Path(folder) / subject.name, islice(kinds, num_questions))
+            for mix in mixes:
+                happened += _run_mix(part, asked, mix)
+            say(f"tiny: {subject.name}: {part.num_cells} cells, {len(part.mismatches)} mismatches")
     part.facts = {"subjects": [subject.name for subject in subjects], **asdict(happened)}
     part.wall_s = time.perf_counter() - started_s
     return part
 
 
-def _run_mix(
-    part: Part,
-    subject: Subject,
-    loaded: LoadedModel,
-    reference: Reference,
-    mix: Mix,
-    expected: dict[str, Answer],
-    questions: Sequence[Question],
-) -> Happened:
-    draw = random.Random(f"{subject.name} {mix.name}")
-    engine = mix.engine(loaded, subject.config)
+@dataclass(frozen=True)
+class _Asked:
+    """A subject, the questions it is asked, and the right answers by question."""
+
+    subject: Subject
+    loaded: LoadedModel
+    adapters: dict[str, Path]
+    reference: Reference
+    questions: list[Question]
+    expected: dict[str, Answer]
+
+    @classmethod
+    def about(cls, subject: Subject, folder: Path, kinds: Iterable[Kinds]) -> _Asked:
+        loaded = subject.load()
+        adapters = save_adapters(folder, loaded.model, ADAPTER_SPREAD) if subject.has_adapters else {}
+        forwards: dict[str | None, Forward] = {None: WholeText(loaded.model)}
+        forwards |= {name: WholeText(merged(loaded.model, path)) for name, path in adapters.items()}
+        reference = Reference(forwards, loaded.tokenizer, loaded.max_context)
+        # Two of three questions are for an adapter, each about a prompt that others are asked too.
+        names = (None, *adapters)
+        questions = [
+            _question(f"{subject.name}/{number}", reference, names[number % len(names)], *kind)
+            for number, kind in enumerate(kinds)
+        ]
+        expected = {question.id: reference.answer(question) for question in questions}
+        return cls(subject, loaded, adapters, reference, questions, expected)
+
+
+def _run_mix(part: Part, asked: _Asked, mix: Mix) -> Happened:
+    draw = random.Random(f"{asked.subject.name} {mix.name}")
+    engine = mix.engine(asked.loaded, asked.subject.config, asked.adapters)
     _without_calibration(engine)
-    cells = [Cell.draw(question, window, mix.name, draw) for question in questions for window in WINDOWS]
-    answers, happened = Run(engine, mix, draw).decode(cells, expected)
+    cells = [Cell.draw(question, window, mix.name, draw) for question in asked.questions for window in WINDOWS]
+    answers, happened = Run(engine, mix, draw).decode(cells, asked.expected)
     for cell, answer in zip(cells, answers, strict=True):
-        add_against_reference(part, cell, expected[cell.question.id], answer, reference)
+        add_against_reference(part, cell, asked.expected[cell.question.id], answer, asked.reference)
     return happened
 
 
@@ -128,7 +155,7 @@ def _without_calibration(engine: LLMEngine) -> None:
 
 
 def _question(
-    question_id: str, reference: Reference, prompt: tuple[str, tuple[int, ...]], processor: str, stop: str
+    question_id: str, reference: Reference, adapter: str | None, prompt: Prompt, processor: str, stop: str
 ) -> Question:
     return make_question(
         question_id,
@@ -138,10 +165,11 @@ def _question(
         reference=reference,
         max_tokens=NUM_TOKENS,
         vocab_size=VOCAB_SIZE,
+        adapter=adapter,
     )
 
 
-def _kinds(count: int) -> Iterator[tuple[tuple[str, tuple[int, ...]], str, str]]:
+def _kinds(count: int) -> Iterator[Kinds]:
     """Prompts, processors and stops: every pair of the last two before any comes again, prompts in turn."""
     draw = random.Random(0)
     prompts = list(_prompts().items())

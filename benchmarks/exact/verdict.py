@@ -31,6 +31,7 @@ class Mismatch:
     mode: str
     fill: str
     mix: str
+    adapter: str
     position: int
     gap: float | None
     is_explained: bool
@@ -140,4 +141,5 @@ def kinds_of(cell: Cell) -> dict[str, str]:
         "mode": cell.mode.value,
         "fill": cell.fill,
         "mix": cell.mix,
+        "adapter": question.adapter or "none",
     }

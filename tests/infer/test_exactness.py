@@ -57,7 +57,7 @@ def test_the_fast_part_has_no_mismatch() -> None:
     assert len(part.num_by["processor"]) > len(PROCESSORS) / 2
     assert part.num_by["fill"].keys() == set(FILLS)
     assert part.num_by["mode"].keys() == set(DecodeMode)
-    assert part.facts["tokens"] > 1.5 * part.facts["passes"], "windows that commit one token prove little"
+    assert part.facts["tokens"] > 1.3 * part.facts["passes"], "windows that commit one token prove little"
     assert min(part.facts[name] for name in ("preemptions", "prefix_hit_tokens", "aborts")) > 0
 
 
@@ -128,7 +128,7 @@ def noise_keyed_by_pass() -> AbstractContextManager[Any]:
     def faulty(self: RequestRows) -> list[RowKey]:
         return [RowKey(self.seed, self.choice, len(self.completion_ids))] * self.num_rows
 
-    return mock.patch.object(RequestRows, "keys", faulty)
+    return mock.patch.object(RequestRows, "noise_keys", faulty)
 
 
 @pytest.mark.parametrize(
