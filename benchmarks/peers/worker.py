@@ -98,7 +98,7 @@ class Worker:
             self._commands.write(json.dumps({"command": command, **arguments}) + "\n")
             self._commands.flush()
         except BrokenPipeError:
-            raise self._failure("ended") from None
+            raise self._end() from None
         return self._reply(REPLY_TIMEOUT_S)
 
     def cpu_s(self) -> float:
@@ -122,7 +122,7 @@ class Worker:
             raise self._failure(f"has not answered for {timeout_s:.0f} s")
         line = self._replies.readline()
         if not line:
-            raise self._failure("ended")
+            raise self._end()
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise self._failure(f"failed: {reply['error']}")
@@ -145,6 +145,11 @@ class Worker:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+    def _end(self) -> RunError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_TIMEOUT_S)
+        return self._failure(f"ended with status {self._process.returncode}")
 
     def _failure(self, what: str) -> RunError:
         self._log.seek(0)

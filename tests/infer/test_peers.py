@@ -123,9 +123,9 @@ def test_an_engine_that_ends_or_fails_is_named(worker: Worker) -> None:
     with worker.awake():
         with pytest.raises(RunError, match="the engine failed: TypeError"):
             worker.ask("time_rows", rows=3)
-        with pytest.raises(RunError, match="the engine ended"):
+        with pytest.raises(RunError, match="the engine ended with status 3"):
             worker.ask("end")
-        with pytest.raises(RunError, match="the engine ended"):
+        with pytest.raises(RunError, match="the engine ended with status 3"):
             worker.ask("generate", prompts=[[1]], max_tokens=1)
 
 
