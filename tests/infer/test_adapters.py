@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import CompileMode, Dtype, EngineConfig
-from jacobi_llm.infer import compiled_forward
+from jacobi_llm.infer import cli, compiled_forward
 from jacobi_llm.infer.adapters import LowRankUpdate, _panels, adapter_folders, read_adapter
 from jacobi_llm.infer.model_runner import ModelRunner, make_runner
 from jacobi_llm.infer.models import load_model
@@ -358,7 +358,15 @@ def test_layers_that_do_not_see_every_row_are_refused(tmp_path: Path, monkeypatc
     loaded = tiny_loaded("llama")
     mlp = loaded.model.model.layers[1].mlp
     whole = mlp.forward
-    monkeypatch.setattr(mlp, "forward", lambda x: torch.cat((whole(x[:, :1]), whole(x[:, 1:])), dim=1))
+
+    def routed(x: torch.Tensor) -> torch.Tensor:
+        """The whole layer for some rows, nothing for the others, as a router does."""
+        is_here = x[0, :, 0] > 0
+        out = torch.zeros_like(x)
+        out[:, is_here] = whole(x[:, is_here])
+        return out
+
+    monkeypatch.setattr(mlp, "forward", routed)
     engine = make_engine(loaded)
     with pytest.raises(UsageError, match=r"layers.1.mlp.down_proj of model type llama does not see every row"):
         engine.load_adapter("all", str(folder))
@@ -385,6 +393,27 @@ def test_settings_of_the_command_line(tmp_path: Path) -> None:
         adapter_folders(["a", "=x", f"b={folder}", f"b={folder}", "c=/no/such/folder"])
     assert len(caught.value.faults) == 4
     assert "adapters: the name 'b' is given twice" in caught.value.faults
+
+
+def test_generate_answers_each_record_with_its_adapter(
+    tiny_checkpoint: Path, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"id": f"{name}", "prompt": "word word", "adapter": name} for name in ("a", None, "b", "c")]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = ["--model", str(tiny_checkpoint), "--dtype", "float64", "--device", "cpu", "--raw", "--json"]
+    flags += ["--max-tokens", "12", "--engine.kv_memory_mib", "4", "--ignore-eos"]
+    loaded = [f"{name}={folder}" for name, folder in folders.items()]
+    assert cli.main(["generate", *flags, "--input", str(prompts), "--adapters", *loaded]) == 1
+    lines = {line["id"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert "no adapter 'c'; loaded are a, b" in lines["c"]["error"]
+    for name in ("a", "b", None):
+        merging = [] if name is None else ["--adapter", str(folders[name])]
+        assert cli.main(["generate", *flags, *merging, "--prompt", "word word"]) == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == lines[str(name)]["token_ids"]
+    assert len({tuple(lines[name]["token_ids"]) for name in ("a", "b", "None")}) == 3
+    assert cli.main(["generate", *flags, "--input", str(prompts), "--adapters", *loaded, "--dry-run"]) == 1
+    assert "prompt 'c': no adapter 'c'; loaded are a, b" in capsys.readouterr().err
 
 
 @pytest.mark.slow
