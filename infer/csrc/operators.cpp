@@ -34,15 +34,18 @@ constexpr int64_t kMaxQueries = 32; // rows x heads of one unit of work
 constexpr int64_t kRowTile = 16;    // rows of one product in batch-invariant mode
 constexpr int kAccumulators = 16;   // vectors summed at a time by the low-rank products
 constexpr int64_t kMaxPanels = 4;   // panels of one piece of a low-rank product
+constexpr size_t kManyRows = 64;    // from here on oneDNN is faster
 constexpr int64_t kMinPieceWork = 1 << 15; // multiplications worth a thread of their own
 
 // Columns of the groups tensor.
 enum Column { kFirstRow, kNumRows, kPrefixLen, kWritesPages, kTable, kAdapter, kNumLogitRows, kNumColumns };
 
 // One low-rank update of a part of a projection: output[:, first : first + size] += scale * (input A^T) B^T.
-// A^T and B^T lie in panels of 16 columns, as K pages do; columns and ranks are filled up with zeros.
+// A^T and B^T lie in panels of 16 columns, as K pages do; columns and ranks are filled up with zeros. In bfloat16 they
+// are here a second time as they were read: oneDNN has matrix instructions, which pay for many rows.
 struct LowRank {
   at::Tensor a, b; // [ranks / 16, in_features, 16], [ceil(size / 16), ranks, 16]
+  at::Tensor plain_a, plain_b; // [rank, in_features], [size, rank]
   double scale;
   int64_t first, size;
 
@@ -619,6 +622,19 @@ void add_low_rank(const at::Tensor& input, std::vector<Update>& updates, at::Ten
   });
 }
 
+void add_many_rows(const at::Tensor& input, const std::vector<LowRank>& low_ranks, const std::vector<int64_t>& rows,
+                   at::Tensor& output) {
+  const bool is_all = static_cast<int64_t>(rows.size()) == input.size(0);
+  const at::Tensor index = at::from_blob(const_cast<int64_t*>(rows.data()), {int64_t(rows.size())}, at::kLong);
+  const at::Tensor chosen = is_all ? input : input.index_select(0, index);
+  for (const LowRank& low_rank : low_ranks) {
+    const at::Tensor change = at::linear(at::linear(chosen, low_rank.plain_a), low_rank.plain_b);
+    at::Tensor to = output.narrow(1, low_rank.first, low_rank.size);
+    if (is_all) to.add_(change, low_rank.scale);
+    else to.index_add_(0, index, change, low_rank.scale);
+  }
+}
+
 void add_adapters(const at::Tensor& input, int64_t index, bool is_head, at::Tensor& output) {
   std::vector<Update> updates;
   for (const AdapterRows& rows_of : running.adapters) {
@@ -627,7 +643,10 @@ void add_adapters(const at::Tensor& input, int64_t index, bool is_head, at::Tens
     if (found == rows_of.adapter->end() || rows.empty()) continue;
     TORCH_CHECK(rows.back() < input.size(0), "projection ", index, " sees ", input.size(0), " rows of ",
                 running.num_rows);
-    for (const LowRank& low_rank : found->second) updates.push_back({&low_rank, &rows, 0, 0});
+    if (input.scalar_type() == at::kBFloat16 && !running.is_tiled && rows.size() >= kManyRows)
+      add_many_rows(input, found->second, rows, output);
+    else
+      for (const LowRank& low_rank : found->second) updates.push_back({&low_rank, &rows, 0, 0});
   }
   if (updates.empty()) return;
   const at::Tensor rows = input.contiguous();
@@ -687,12 +706,22 @@ int64_t add_projection(int64_t model, const at::Tensor& weight, const std::optio
   return to.size() - 1;
 }
 
+// In panels of 16 columns [ceil(columns / 16), depth, 16], of a matrix [columns, depth].
+at::Tensor panels_of(const at::Tensor& matrix) {
+  const int64_t missing = (kLanes - matrix.size(0) % kLanes) % kLanes;
+  return at::constant_pad_nd(matrix, {0, 0, 0, missing}).contiguous().view({-1, kLanes, matrix.size(1)}).transpose(1, 2).contiguous();
+}
+
+// a [rank, in_features], b [size, rank].
 void add_low_rank_update(int64_t model, int64_t adapter, int64_t projection, const at::Tensor& a, const at::Tensor& b,
-                         double scale, int64_t first, int64_t size) {
-  TORCH_CHECK(a.is_contiguous() && b.is_contiguous() && a.size(0) * kLanes == b.size(1) &&
-                  b.size(0) == (size + kLanes - 1) / kLanes && a.size(2) == kLanes && b.size(2) == kLanes,
-              "the panels of a low-rank update do not fit together");
-  models.at(model).adapters[adapter][projection].push_back(LowRank{a, b, scale, first, size});
+                         double scale, int64_t first) {
+  TORCH_CHECK(a.size(0) == b.size(1), "a low-rank update of ranks ", a.size(0), " and ", b.size(1));
+  const at::Tensor panels_a = panels_of(a);
+  const at::Tensor panels_b = panels_of(at::constant_pad_nd(b, {0, panels_a.size(0) * kLanes - a.size(0)}));
+  const bool has_matrix_instructions = a.scalar_type() == at::kBFloat16;
+  models.at(model).adapters[adapter][projection].push_back(
+      LowRank{panels_a, panels_b, has_matrix_instructions ? a.contiguous() : at::Tensor(),
+              has_matrix_instructions ? b.contiguous() : at::Tensor(), scale, first, b.size(0)});
 }
 
 void drop_adapter(int64_t model, int64_t adapter) {
@@ -744,9 +773,7 @@ TORCH_LIBRARY(jacobi_llm, library) {
   library.def("drop_model(int model) -> ()");
   library.def("set_pages(int model, int layer, Tensor keys, Tensor values) -> ()");
   library.def("add_projection(int model, Tensor weight, Tensor? bias, bool is_packed, bool is_head) -> int");
-  library.def(
-      "add_low_rank_update(int model, int adapter, int projection, Tensor a, Tensor b, float scale, int first, int size) "
-      "-> ()");
+  library.def("add_low_rank_update(int model, int adapter, int projection, Tensor a, Tensor b, float scale, int first) -> ()");
   library.def("drop_adapter(int model, int adapter) -> ()");
   library.def("set_pass(int model, Tensor groups, Tensor tables, bool is_tiled) -> ()");
 }
