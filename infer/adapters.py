@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,7 +30,6 @@ from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.infer.native_attention import NativeBackend
 from jacobi_llm.infer.projections import Projections, weight_of
 
-PANEL = 16  # columns of a panel, as infer/csrc lays matrices out
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 # Initialisations that leave the base weights alone; pissa, olora and their like change them, and the file does not.
@@ -208,11 +206,9 @@ class Adapters:
             self._check_is_base(name, weight_name, weight)
         number = next(self._numbers)
         for layer, update in adapter.updates.items():
-            index, first, size = self._projections.places[layer]
-            a, b = _panels(update, self._model.dtype)
-            torch.ops.jacobi_llm.add_low_rank_update(
-                self._backend.handle, number, index, a, b, update.scale, first, size
-            )
+            index, first, _ = self._projections.places[layer]
+            a, b = update.a.to(self._model.dtype), update.b.to(self._model.dtype)
+            torch.ops.jacobi_llm.add_low_rank_update(self._backend.handle, number, index, a, b, update.scale, first)
         self._backend.adapter_numbers[name] = number
 
     def remove(self, name: str) -> None:
@@ -292,16 +288,6 @@ def unknown_adapter(name: str, known: list[str]) -> str:
     """The message for a name that no loaded adapter has."""
     loaded = f"loaded are {', '.join(known)}" if known else "none is loaded"
     return f"no adapter '{name}'; {loaded}"
-
-
-def _panels(update: LowRankUpdate, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A^T [ranks / 16, in_features, 16] and B^T [ceil(out_features / 16), ranks, 16], filled up with zeros."""
-    missing = -update.a.shape[0] % PANEL
-    a, b = F.pad(update.a, (0, 0, 0, missing)), F.pad(update.b, (0, missing, 0, -update.b.shape[0] % PANEL))
-    first, second = (
-        matrix.to(dtype).view(-1, PANEL, matrix.shape[1]).transpose(1, 2).contiguous() for matrix in (a, b)
-    )
-    return first, second
 
 
 @contextmanager

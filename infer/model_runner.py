@@ -25,6 +25,7 @@ from jacobi_llm.infer.row_group import RowGroup
 
 # Smaller models are over before their compiler is.
 MIN_WEIGHTS_TO_COMPILE = 50_000_000
+_PROBE_ROWS = 61
 
 
 class Backend(Protocol):
@@ -159,10 +160,12 @@ class ModelRunner:
             self._compiled = compile_forward(self.model, projections, name)
 
     def _probe(self) -> int:
-        """Run three rows through the model's own linear layers, for who watches; returns 3, and keeps nothing."""
+        """Run a few rows through the model's own linear layers, for who watches; returns how many, keeps nothing."""
         installed, self._installed = self._installed, contextlib.nullcontext
+        # Different tokens, so that not all of them go to the same expert.
+        group = RowGroup([], 0, list(range(min(_PROBE_ROWS, self.model.config.get_text_config().vocab_size))), False)
         try:
-            with self.backend.running([RowGroup([], 0, [0, 0, 0], writes_pages=False)]) as inputs:
+            with self.backend.running([group]) as inputs:
                 self._eager(inputs)
         finally:
             self._installed = installed

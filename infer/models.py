@@ -49,9 +49,15 @@ _REFUSED_FAMILIES: dict[str, str] = {
     **dict.fromkeys(("bloom", "mpt", "falcon"), _ALIBI),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "kimi_k2"), _MLA),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4"), _SPARSE),
-    "gpt_oss": _SINKS,
+    **dict.fromkeys(("gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), _SINKS),
     **dict.fromkeys(("doge", "diffllama"), "it changes masks or weights inside its own attention code"),
-    "hrm_text": "it runs the same layers several times in one pass, and each run needs K/V of its own",
+    **dict.fromkeys(
+        ("hrm_text", "dory"), "it runs the same layers several times in one pass, and each run needs K/V of its own"
+    ),
+    **dict.fromkeys(("git", "got_ocr2"), "its text layers do not take another attention implementation"),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for another model, whose states it reads"
+    ),
     "blt": "it reads bytes in patches of varying length, not tokens",
     **dict.fromkeys(
         (
@@ -84,7 +90,7 @@ _REFUSED_FAMILIES: dict[str, str] = {
     **dict.fromkeys(
         (
             *("bert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "electra"),
-            *("data2vec-text", "ernie", "xmod", "bert-generation"),
+            *("data2vec-text", "ernie", "xmod", "bert-generation", "roc_bert"),
         ),
         _BIDIRECTIONAL,
     ),

@@ -22,21 +22,30 @@
 #include <map>
 #include <vector>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kTile = 64;       // keys per softmax step
 constexpr int64_t kMaxQueries = 32; // rows x heads of one unit of work
 constexpr int64_t kRowTile = 16;    // rows of one product in batch-invariant mode
+constexpr int kAccumulators = 16;   // vectors summed at a time by the low-rank products
+constexpr int64_t kMaxPanels = 4;   // panels of one piece of a low-rank product
+constexpr size_t kManyRows = 64;    // from here on oneDNN is faster
 constexpr int64_t kMinPieceWork = 1 << 15; // multiplications worth a thread of their own
 
 // Columns of the groups tensor.
 enum Column { kFirstRow, kNumRows, kPrefixLen, kWritesPages, kTable, kAdapter, kNumLogitRows, kNumColumns };
 
 // One low-rank update of a part of a projection: output[:, first : first + size] += scale * (input A^T) B^T.
-// A^T and B^T lie in panels of 16 columns, as K pages do; columns and ranks are filled up with zeros.
+// A^T and B^T lie in panels of 16 columns, as K pages do; columns and ranks are filled up with zeros. In bfloat16 they
+// are here a second time as they were read: oneDNN has matrix instructions, which pay for many rows.
 struct LowRank {
   at::Tensor a, b; // [ranks / 16, in_features, 16], [ceil(size / 16), ranks, 16]
+  at::Tensor plain_a, plain_b; // [rank, in_features], [size, rank]
   double scale;
   int64_t first, size;
 
@@ -89,9 +98,14 @@ typedef uint32_t Word __attribute__((vector_size(kLanes * 4), aligned(1)));
 
 template <typename A, typename T> inline Vec<A> load(const T* from) {
   if constexpr (std::is_same_v<T, at::BFloat16>) {
+#ifdef __AVX512F__ // g++ widens in two halves, five instructions for one
+    const __m512i word = _mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16);
+#else
     Half half;
     std::memcpy(&half, from, sizeof(half));
-    Word word = __builtin_convertvector(half, Word) << 16;
+    const Word word = __builtin_convertvector(half, Word) << 16;
+#endif
     Vec<A> out;
     std::memcpy(&out, &word, sizeof(out));
     return out;
@@ -201,12 +215,11 @@ inline void score(const A* queries, int64_t dim, const T* keys, int64_t key_stri
 }
 
 template <typename A, typename T>
-inline void score_all(const A* queries, int64_t num, int64_t dim, const T* keys, int64_t key_stride, A* out,
-                      int64_t stride) {
+inline void score_all(const A* queries, int64_t num, int64_t dim, const T* keys, int64_t key_stride, A* out) {
   int64_t x = 0;
-  for (; x + 8 <= num; x += 8) score<A, T, 8>(queries + x * dim, dim, keys, key_stride, out + x * stride, stride);
-  for (; x + 3 <= num; x += 3) score<A, T, 3>(queries + x * dim, dim, keys, key_stride, out + x * stride, stride);
-  for (; x < num; x++) score<A, T, 1>(queries + x * dim, dim, keys, key_stride, out + x * stride, stride);
+  for (; x + 8 <= num; x += 8) score<A, T, 8>(queries + x * dim, dim, keys, key_stride, out + x * kTile, kTile);
+  for (; x + 3 <= num; x += 3) score<A, T, 3>(queries + x * dim, dim, keys, key_stride, out + x * kTile, kTile);
+  for (; x < num; x++) score<A, T, 1>(queries + x * dim, dim, keys, key_stride, out + x * kTile, kTile);
 }
 
 // sums[x] += weights[x] * values over `count` keys of one page, for X queries; 16 numbers of the value at a time.
@@ -260,8 +273,7 @@ void step(Scratch<T, A>& s, const Keys<T>& from, const Heads& heads, const Rule&
   for (int64_t at = 0; at < num_keys; at += page_size) {
     Page<T> page = page_at(from, first_index + at / page_size, kv_head, heads, is_own);
     for (int64_t block = 0; block < page_size && at + block < num_keys; block += kLanes)
-      score_all(s.queries.data(), num, heads.head_dim, page.keys + block, page_size, &s.scores[0][at + block],
-                kTile);
+      score_all(s.queries.data(), num, heads.head_dim, page.keys + block, page_size, &s.scores[0][at + block]);
   }
   const A lowest = -std::numeric_limits<A>::infinity();
   const int64_t padded = (num_keys + kLanes - 1) / kLanes * kLanes;
@@ -471,20 +483,63 @@ struct Update {
   int64_t input_at, product_at;
 };
 
-// A panel of one update, for some of its rows.
+// Some panels of one update, for some of its rows.
 struct Piece {
-  int64_t update, panel, first, num;
+  int64_t update, panel, num_panels, first, num;
 };
 
 std::vector<Piece> pieces_of(const std::vector<Update>& updates, at::Tensor LowRank::*matrix) {
+  int64_t total = 0;
+  for (const Update& update : updates) total += (update.low_rank->*matrix).size(0);
+  const int64_t share = std::clamp<int64_t>(total / at::get_num_threads(), 1, kMaxPanels);
   std::vector<Piece> pieces;
   for (size_t u = 0; u < updates.size(); u++) {
     const int64_t num_panels = (updates[u].low_rank->*matrix).size(0), num_rows = updates[u].rows->size();
-    for (int64_t panel = 0; panel < num_panels; panel++)
+    // Many rows fill the registers with one panel, few rows need several.
+    const int64_t most = num_rows >= kAccumulators ? 1 : share;
+    for (int64_t panel = 0; panel < num_panels; panel += most)
       for (int64_t first = 0; first < num_rows; first += kMaxQueries)
-        pieces.push_back({static_cast<int64_t>(u), panel, first, std::min(kMaxQueries, num_rows - first)});
+        pieces.push_back({static_cast<int64_t>(u), panel, std::min(most, num_panels - panel), first,
+                          std::min(kMaxQueries, num_rows - first)});
   }
   return pieces;
+}
+
+// out[x][16 c ...] = left[x] times panel c, for X rows and C panels [depth, 16].
+template <typename A, typename T, int X, int C>
+inline void multiply(const A* left, int64_t depth, const T* panels, A* out, int64_t stride) {
+  Vec<A> sum[X][C];
+  for (int x = 0; x < X; x++)
+    for (int c = 0; c < C; c++) sum[x][c] = Vec<A>{};
+  for (int64_t d = 0; d < depth; d++) {
+    Vec<A> right[C];
+    for (int c = 0; c < C; c++) right[c] = load<A>(panels + (c * depth + d) * kLanes);
+    for (int x = 0; x < X; x++)
+      for (int c = 0; c < C; c++) sum[x][c] += left[x * depth + d] * right[c];
+  }
+  for (int x = 0; x < X; x++)
+    for (int c = 0; c < C; c++) store<A, A>(out + x * stride + c * kLanes, sum[x][c]);
+}
+
+template <typename A, typename T, int C>
+inline void multiply_rows(const A* left, int64_t num, int64_t depth, const T* panels, A* out, int64_t stride) {
+  constexpr int kMost = kAccumulators / C;
+  int64_t x = 0;
+  for (; x + kMost <= num; x += kMost) multiply<A, T, kMost, C>(left + x * depth, depth, panels, out + x * stride, stride);
+  for (; x + 4 <= num; x += 4) multiply<A, T, 4, C>(left + x * depth, depth, panels, out + x * stride, stride);
+  for (; x < num; x++) multiply<A, T, 1, C>(left + x * depth, depth, panels, out + x * stride, stride);
+}
+
+template <typename A, typename T>
+inline void multiply_all(const A* left, int64_t num, int64_t depth, const T* panels, int64_t num_panels, A* out,
+                         int64_t stride) {
+  int64_t c = 0;
+  for (; c + 4 <= num_panels; c += 4)
+    multiply_rows<A, T, 4>(left, num, depth, panels + c * depth * kLanes, out + c * kLanes, stride);
+  for (; c + 2 <= num_panels; c += 2)
+    multiply_rows<A, T, 2>(left, num, depth, panels + c * depth * kLanes, out + c * kLanes, stride);
+  for (; c < num_panels; c++)
+    multiply_rows<A, T, 1>(left, num, depth, panels + c * depth * kLanes, out + c * kLanes, stride);
 }
 
 template <typename T, typename A> void gather_rows(const T* input, int64_t dim, const std::vector<int64_t>& rows, A* to) {
@@ -502,14 +557,17 @@ template <typename T, typename A>
 void add_to_output(const A* change, int64_t change_stride, const Update& update, const Piece& piece, T* output,
                    int64_t out_features) {
   const LowRank& low_rank = *update.low_rank;
-  const int64_t column = piece.panel * kLanes, count = std::min(kLanes, low_rank.size - column);
   for (int64_t i = 0; i < piece.num; i++) {
-    T* to = output + (*update.rows)[piece.first + i] * out_features + low_rank.first + column;
-    T own[kLanes] = {};
-    T* at = count == kLanes ? to : own;
-    if (count < kLanes) std::copy_n(to, count, own);
-    store<T, A>(at, load<A>(at) + load<A>(change + i * change_stride) * A(low_rank.scale));
-    if (count < kLanes) std::copy_n(own, count, to);
+    T* row = output + (*update.rows)[piece.first + i] * out_features + low_rank.first;
+    for (int64_t c = 0; c < piece.num_panels; c++) {
+      const int64_t column = (piece.panel + c) * kLanes, count = std::min(kLanes, low_rank.size - column);
+      T* to = row + column;
+      T own[kLanes] = {};
+      T* at = count == kLanes ? to : own;
+      if (count < kLanes) std::copy_n(to, count, own);
+      store<T, A>(at, load<A>(at) + load<A>(change + i * change_stride + c * kLanes) * A(low_rank.scale));
+      if (count < kLanes) std::copy_n(own, count, to);
+    }
   }
 }
 
@@ -545,21 +603,36 @@ void add_low_rank(const at::Tensor& input, std::vector<Update>& updates, at::Ten
       const Update& update = updates[down[i].update];
       const int64_t ranks = update.low_rank->ranks();
       const T* panel = update.low_rank->a.const_data_ptr<T>() + down[i].panel * dim * kLanes;
-      score_all(inputs + update.input_at + down[i].first * dim, down[i].num, dim, panel, kLanes,
-                products + update.product_at + down[i].first * ranks + down[i].panel * kLanes, ranks);
+      multiply_all(inputs + update.input_at + down[i].first * dim, down[i].num, dim, panel, down[i].num_panels,
+                   products + update.product_at + down[i].first * ranks + down[i].panel * kLanes, ranks);
     }
   });
   T* to = output.data_ptr<T>();
   at::parallel_for(0, up.size(), grain(up.size()), [&](int64_t begin, int64_t end) {
-    A change[kMaxQueries * kLanes];
+    constexpr int64_t stride = kMaxPanels * kLanes;
+    A change[kMaxQueries * stride];
     for (int64_t i = begin; i < end; i++) {
       const Update& update = updates[up[i].update];
       const int64_t ranks = update.low_rank->ranks();
       const T* panel = update.low_rank->b.const_data_ptr<T>() + up[i].panel * ranks * kLanes;
-      score_all(products + update.product_at + up[i].first * ranks, up[i].num, ranks, panel, kLanes, change, kLanes);
-      add_to_output<T, A>(change, kLanes, update, up[i], to, out_features);
+      multiply_all(products + update.product_at + up[i].first * ranks, up[i].num, ranks, panel, up[i].num_panels,
+                   change, stride);
+      add_to_output<T, A>(change, stride, update, up[i], to, out_features);
     }
   });
+}
+
+void add_many_rows(const at::Tensor& input, const std::vector<LowRank>& low_ranks, const std::vector<int64_t>& rows,
+                   at::Tensor& output) {
+  const bool is_all = static_cast<int64_t>(rows.size()) == input.size(0);
+  const at::Tensor index = at::from_blob(const_cast<int64_t*>(rows.data()), {int64_t(rows.size())}, at::kLong);
+  const at::Tensor chosen = is_all ? input : input.index_select(0, index);
+  for (const LowRank& low_rank : low_ranks) {
+    const at::Tensor change = at::linear(at::linear(chosen, low_rank.plain_a), low_rank.plain_b);
+    at::Tensor to = output.narrow(1, low_rank.first, low_rank.size);
+    if (is_all) to.add_(change, low_rank.scale);
+    else to.index_add_(0, index, change, low_rank.scale);
+  }
 }
 
 void add_adapters(const at::Tensor& input, int64_t index, bool is_head, at::Tensor& output) {
@@ -570,7 +643,10 @@ void add_adapters(const at::Tensor& input, int64_t index, bool is_head, at::Tens
     if (found == rows_of.adapter->end() || rows.empty()) continue;
     TORCH_CHECK(rows.back() < input.size(0), "projection ", index, " sees ", input.size(0), " rows of ",
                 running.num_rows);
-    for (const LowRank& low_rank : found->second) updates.push_back({&low_rank, &rows, 0, 0});
+    if (input.scalar_type() == at::kBFloat16 && !running.is_tiled && rows.size() >= kManyRows)
+      add_many_rows(input, found->second, rows, output);
+    else
+      for (const LowRank& low_rank : found->second) updates.push_back({&low_rank, &rows, 0, 0});
   }
   if (updates.empty()) return;
   const at::Tensor rows = input.contiguous();
@@ -630,12 +706,22 @@ int64_t add_projection(int64_t model, const at::Tensor& weight, const std::optio
   return to.size() - 1;
 }
 
+// In panels of 16 columns [ceil(columns / 16), depth, 16], of a matrix [columns, depth].
+at::Tensor panels_of(const at::Tensor& matrix) {
+  const int64_t missing = (kLanes - matrix.size(0) % kLanes) % kLanes;
+  return at::constant_pad_nd(matrix, {0, 0, 0, missing}).contiguous().view({-1, kLanes, matrix.size(1)}).transpose(1, 2).contiguous();
+}
+
+// a [rank, in_features], b [size, rank].
 void add_low_rank_update(int64_t model, int64_t adapter, int64_t projection, const at::Tensor& a, const at::Tensor& b,
-                         double scale, int64_t first, int64_t size) {
-  TORCH_CHECK(a.is_contiguous() && b.is_contiguous() && a.size(0) * kLanes == b.size(1) &&
-                  b.size(0) == (size + kLanes - 1) / kLanes && a.size(2) == kLanes && b.size(2) == kLanes,
-              "the panels of a low-rank update do not fit together");
-  models.at(model).adapters[adapter][projection].push_back(LowRank{a, b, scale, first, size});
+                         double scale, int64_t first) {
+  TORCH_CHECK(a.size(0) == b.size(1), "a low-rank update of ranks ", a.size(0), " and ", b.size(1));
+  const at::Tensor panels_a = panels_of(a);
+  const at::Tensor panels_b = panels_of(at::constant_pad_nd(b, {0, panels_a.size(0) * kLanes - a.size(0)}));
+  const bool has_matrix_instructions = a.scalar_type() == at::kBFloat16;
+  models.at(model).adapters[adapter][projection].push_back(
+      LowRank{panels_a, panels_b, has_matrix_instructions ? a.contiguous() : at::Tensor(),
+              has_matrix_instructions ? b.contiguous() : at::Tensor(), scale, first, b.size(0)});
 }
 
 void drop_adapter(int64_t model, int64_t adapter) {
@@ -687,9 +773,7 @@ TORCH_LIBRARY(jacobi_llm, library) {
   library.def("drop_model(int model) -> ()");
   library.def("set_pages(int model, int layer, Tensor keys, Tensor values) -> ()");
   library.def("add_projection(int model, Tensor weight, Tensor? bias, bool is_packed, bool is_head) -> int");
-  library.def(
-      "add_low_rank_update(int model, int adapter, int projection, Tensor a, Tensor b, float scale, int first, int size) "
-      "-> ()");
+  library.def("add_low_rank_update(int model, int adapter, int projection, Tensor a, Tensor b, float scale, int first) -> ()");
   library.def("drop_adapter(int model, int adapter) -> ()");
   library.def("set_pass(int model, Tensor groups, Tensor tables, bool is_tiled) -> ()");
 }

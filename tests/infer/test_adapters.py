@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.schema import CompileMode, Dtype, EngineConfig
-from jacobi_llm.infer import compiled_forward
-from jacobi_llm.infer.adapters import LowRankUpdate, _panels, adapter_folders, read_adapter
+from jacobi_llm.infer import cli, compiled_forward
+from jacobi_llm.infer.adapters import LowRankUpdate, adapter_folders, read_adapter
 from jacobi_llm.infer.model_runner import ModelRunner, make_runner
 from jacobi_llm.infer.models import load_model
 from jacobi_llm.infer.native_attention import NativeBackend
@@ -122,8 +122,7 @@ def test_the_operator_equals_the_formula(
     index = torch.ops.jacobi_llm.add_projection(backend.handle, weight, None, False, is_head)
     updates = [LowRankUpdate(normal(rank, num_in), normal(size, rank), 0.5 + rank) for rank in ranks]
     for number, update in enumerate(updates):
-        panels = _panels(update, torch.float64)
-        torch.ops.jacobi_llm.add_low_rank_update(backend.handle, number, index, *panels, update.scale, first, size)
+        torch.ops.jacobi_llm.add_low_rank_update(backend.handle, number, index, update.a, update.b, update.scale, first)
     backend.adapter_numbers = {"0": 0, "1": 1}
     groups = [
         RowGroup([0], 0, [0] * count, False, num_logit_rows=min(count, 3), adapter=str(number) if number >= 0 else None)
@@ -198,19 +197,21 @@ def test_lower_precisions_are_as_near_as_the_merged_model(
     dtype: torch.dtype, name: str, folders: dict[str, Path]
 ) -> None:
     """Against the model merged in float64: the mean error is at most 1.2 times that of merging in ``dtype``."""
-    text = list(random_prompt(random.Random(4), 60))
     exact = merged(tiny_model("llama"), folders[name])
     rounded = merged(tiny_model("llama", dtype), folders[name])
     runner = runner_with(tiny_model("llama", dtype), folders)
-    groups = [
-        RowGroup([1, 2, 3, 4], 0, text, num_logit_rows=60, adapter=name),
-        RowGroup([5, 6, 7, 8], 0, text, num_logit_rows=60, adapter="a" if name == "b" else "b"),
-    ]
-    with torch.no_grad():
-        expected, own = exact(torch.tensor([text])).logits[0], rounded(torch.tensor([text])).logits[0].double()
-        error = (runner.forward(groups)[:60].double() - expected).abs().mean()
-    assert error <= 1.2 * (own - expected).abs().mean()
-    assert error < (0.2 if dtype is torch.bfloat16 else 1e-4) * expected.abs().mean()
+    for num_rows, has_company in ((90, False), (90, True), (40, True), (7, False)):
+        text = list(random_prompt(random.Random(num_rows), num_rows))
+        groups = [
+            RowGroup([1, 2, 3, 4, 5, 6], 0, text, num_logit_rows=num_rows, adapter=name),
+            RowGroup([11, 12, 13, 14, 15, 16], 0, text, num_logit_rows=9, adapter="a" if name == "b" else "b"),
+        ]
+        with torch.no_grad():
+            expected, own = exact(torch.tensor([text])).logits[0], rounded(torch.tensor([text])).logits[0].double()
+        logits = runner.forward(groups if has_company else groups[:1])[:num_rows].double()
+        error = (logits - expected).abs().mean()
+        assert error <= 1.2 * (own - expected).abs().mean()
+        assert error < (0.2 if dtype is torch.bfloat16 else 1e-4) * expected.abs().mean()
 
 
 def test_the_compiled_program_takes_adapters_without_recompiling(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -358,7 +359,15 @@ def test_layers_that_do_not_see_every_row_are_refused(tmp_path: Path, monkeypatc
     loaded = tiny_loaded("llama")
     mlp = loaded.model.model.layers[1].mlp
     whole = mlp.forward
-    monkeypatch.setattr(mlp, "forward", lambda x: torch.cat((whole(x[:, :1]), whole(x[:, 1:])), dim=1))
+
+    def routed(x: torch.Tensor) -> torch.Tensor:
+        """The whole layer for some rows, nothing for the others, as a router does."""
+        is_here = x[0, :, 0] > 0
+        out = torch.zeros_like(x)
+        out[:, is_here] = whole(x[:, is_here])
+        return out
+
+    monkeypatch.setattr(mlp, "forward", routed)
     engine = make_engine(loaded)
     with pytest.raises(UsageError, match=r"layers.1.mlp.down_proj of model type llama does not see every row"):
         engine.load_adapter("all", str(folder))
@@ -385,6 +394,27 @@ def test_settings_of_the_command_line(tmp_path: Path) -> None:
         adapter_folders(["a", "=x", f"b={folder}", f"b={folder}", "c=/no/such/folder"])
     assert len(caught.value.faults) == 4
     assert "adapters: the name 'b' is given twice" in caught.value.faults
+
+
+def test_generate_answers_each_record_with_its_adapter(
+    tiny_checkpoint: Path, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"id": f"{name}", "prompt": "word word", "adapter": name} for name in ("a", None, "b", "c")]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = ["--model", str(tiny_checkpoint), "--dtype", "float64", "--device", "cpu", "--raw", "--json"]
+    flags += ["--max-tokens", "12", "--engine.kv_memory_mib", "4", "--ignore-eos"]
+    loaded = [f"{name}={folder}" for name, folder in folders.items()]
+    assert cli.main(["generate", *flags, "--input", str(prompts), "--adapters", *loaded]) == 1
+    lines = {line["id"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert "no adapter 'c'; loaded are a, b" in lines["c"]["error"]
+    for name in ("a", "b", None):
+        merging = [] if name is None else ["--adapter", str(folders[name])]
+        assert cli.main(["generate", *flags, *merging, "--prompt", "word word"]) == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == lines[str(name)]["token_ids"]
+    assert len({tuple(lines[name]["token_ids"]) for name in ("a", "b", "None")}) == 3
+    assert cli.main(["generate", *flags, "--input", str(prompts), "--adapters", *loaded, "--dry-run"]) == 1
+    assert "prompt 'c': no adapter 'c'; loaded are a, b" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -5,14 +5,13 @@ Nothing else is allowed: a family that decodes wrongly fails here. ``python -m p
 
 from __future__ import annotations
 
-import inspect
 import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from jacobi_llm.configs.errors import UsageError
@@ -48,34 +47,59 @@ _TINY: dict[str, Any] = {
     "shared_expert_intermediate_size": 24,
     "moe_layer_start_index": 0,
     "query_pre_attn_scalar": 8,
-    "bos_token_id": None,
-    "pad_token_id": None,
+    "n_shared_experts": 1,
+    "rotary_dim": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "image_size": 32,
+    "patch_size": 16,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
     "eos_token_id": 2,
 }
 # Families with sizes of their own.
-_OWN: dict[str, dict[str, Any]] = {}
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+}
 
 
-def tiny_config(config_class: type[PretrainedConfig], model_type: str) -> PretrainedConfig:
+def tiny_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     """Build a config whose sizes are tiny wherever it has one of the names above."""
     default = config_class()
+    known = default.to_dict()
     settings: dict[str, Any] = {}
     for name, value in _TINY.items():
         own_name = getattr(config_class, "attribute_map", {}).get(name, name)
-        if hasattr(default, own_name) and not (name == "sliding_window" and getattr(default, own_name) is None):
+        if own_name in known and not (name == "sliding_window" and known[own_name] is None):
             settings[own_name] = value
-    for part, part_class in config_class.sub_configs.items():
-        if inspect.isclass(part_class) and hasattr(part_class, "model_type") and part_class is not AutoConfig:
-            settings[part] = tiny_config(part_class, model_type).to_dict()
-    return config_class(**{**settings, **_OWN.get(model_type, {})})
+    own = _OWN.get(config_class.model_type, {})
+    for part in config_class.sub_configs:
+        sub_config = getattr(default, part, None)
+        if isinstance(sub_config, PretrainedConfig) and part not in own:
+            settings[part] = tiny_config(type(sub_config)).to_dict()
+    return config_class(**{**settings, **own})
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:
     """A random model whose numbers spread enough for errors to show."""
     config._experts_implementation = "eager"
+    with torch.device("meta"):
+        num_weights = AutoModelForCausalLM.from_config(config).num_parameters()
+    assert num_weights < 20_000_000, f"a size is missing above: {num_weights} weights"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, dtype=torch.float64)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.3)
@@ -83,6 +107,17 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
                 nn.init.normal_(parameter, std=0.1)
     assert isinstance(model, PreTrainedModel)
     return model.to(dtype=torch.float64).eval()
+
+
+@torch.no_grad()
+def is_telling(model: PreTrainedModel) -> bool:
+    """Whether the last logits depend on a token within the window, and differ from each other."""
+    text = list(random_prompt(random.Random(0), 44))
+    one, other = (
+        model(input_ids=torch.tensor([[*text[:-3], token, *text[-2:]]]), use_cache=False).logits[0, -1]
+        for token in (5, 6)
+    )
+    return bool((one - other).abs().max() > 1e-3 * one.std() > 0)
 
 
 @torch.no_grad()
@@ -110,12 +145,14 @@ def verdict(model_type: str) -> tuple[str, str]:
     """('refused', why), ('equal', figure), or ('wrong', what) for one family."""
     config_class = next(kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING if kind.model_type == model_type)
     try:
-        check_supported(config_class())
-        config = tiny_config(config_class, model_type)
+        check_supported(config_class(**_OWN.get(model_type, {})))
+        config = tiny_config(config_class)
         check_supported(config)
     except UsageError as error:
         return "refused", str(error)
     model = build(config)
+    if not is_telling(model):
+        return "says nothing", "the logits do not depend on the tokens"
     differences = {}
     for name, engine_config in {
         "sdpa": EngineConfig(attention=AttentionBackend.SDPA),
@@ -128,7 +165,8 @@ def verdict(model_type: str) -> tuple[str, str]:
             if name != "packed" or "batch_invariant" not in str(error):
                 return "refused late", str(error)
     worst = max(differences.values())
-    return "equal" if worst < 1e-9 else "wrong", f"{worst:.1e} ({', '.join(differences)})"
+    # Some families compute softmax or routing in float32 whatever their weights are.
+    return "equal" if worst < 1e-5 else "wrong", f"{worst:.1e} ({', '.join(differences)})"
 
 
 MODEL_TYPES = sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING})
@@ -137,5 +175,8 @@ MODEL_TYPES = sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING})
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_equal_or_refused(model_type: str) -> None:
-    kind, detail = verdict(model_type)
+    try:
+        kind, detail = verdict(model_type)
+    except ImportError as error:
+        pytest.skip(f"it wants a package that is not there: {error}")
     assert kind in ("equal", "refused"), detail
