@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_atomically(args.output, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print(table(parts))
     for part in parts:
+        for note in part.notes:
+            print(f"{part.name}: {note}")
         print_faults(part)
     return 1 if any(part.num_unexplained for part in parts) else 0
 

@@ -80,6 +80,13 @@ class Happened:
     def nothing(cls) -> Happened:
         return cls(0, 0, 0, 0, 0)
 
+    def describe(self) -> str:
+        """One line."""
+        return (
+            f"{self.tokens / self.passes:.2f} tokens a pass, {self.preemptions} preemptions, {self.aborts} aborts, "
+            f"{self.prefix_hit_tokens} tokens found in shared pages"
+        )
+
     def __add__(self, other: Happened) -> Happened:
         return Happened(
             self.tokens + other.tokens,
@@ -104,7 +111,7 @@ class Run:
         self._num_passes = 0
 
     def decode(self, cells: Sequence[Cell], expected: Mapping[str, Answer]) -> tuple[list[Answer], Happened]:
-        """Answers in the order of ``cells``; an answer whose stream differs from its output is the stream.
+        """Answers in the order of ``cells``.
 
         Args:
             cells: what is asked.
@@ -175,8 +182,8 @@ class Run:
         pieces.append(out.new_text)
         if out.finished is None:
             return
-        self._doomed.discard(out.request_id)
+        if out.request_id in self._doomed:
+            self._doomed.remove(out.request_id)
+            return
         self._num_passes += out.finished.forward_passes
-        answer = Answer.of(out.finished)
-        streamed = Answer(tuple(token_ids), answer.finish_reason, "".join(pieces))
-        self._answers[out.request_id] = answer if streamed == answer else streamed
+        self._answers[out.request_id] = Answer.of(out.finished, token_ids, "".join(pieces))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jacobi_llm.configs.schema import DecodeMode, FillPolicy
@@ -41,16 +42,20 @@ class Answer:
     Attributes:
         finish_reason: "stop" or "length".
         text: before the stop, without special tokens.
+        is_streamed_alike: whether what came step by step is the same in the end.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: str
     text: str
+    is_streamed_alike: bool = True
 
     @classmethod
-    def of(cls, output: RequestOutput) -> Answer:
+    def of(cls, output: RequestOutput, streamed_ids: Sequence[int], streamed_text: str) -> Answer:
+        """What the engine answered, and streamed."""
         assert output.text is not None, "requests of the harness ask for text"
-        return cls(output.token_ids, output.finish_reason.value, output.text)
+        is_streamed_alike = tuple(streamed_ids) == output.token_ids and streamed_text == output.text
+        return cls(output.token_ids, output.finish_reason.value, output.text, is_streamed_alike)
 
 
 @dataclass(frozen=True)

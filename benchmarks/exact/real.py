@@ -41,7 +41,7 @@ CROWDED = Mix(
 _WINDOWS_APART = 2
 CELLS_PER_QUESTION = len(WINDOWS) + 2 * _WINDOWS_APART
 _ORDERS_OF_AR = 2
-_GENERATE_CELLS = 8
+_GENERATE_CELLS = 12
 # Cost of batch-invariant mode.
 COST_BATCHES = (1, 16)
 _COST_PROMPT_TOKENS = 32
@@ -140,7 +140,10 @@ def run_bf16(judge: Judge, loaded: LoadedModel, say: Say) -> Part:
             gaps += _gap_of(judge.reference, question, expected[question.id], answers[question.id])
     del engine
     part = Part("real model, bf16", bound=2 * max(gaps, default=0.0))
-    say(f"bf16: plain decoding differs {len(gaps)} times between batch 1 and 8; threshold {part.bound:.3g}")
+    part.notes = [
+        f"window 1 at batch 8 leaves window 1 at batch 1 in {len(gaps)} of {_ORDERS_OF_AR * len(questions)} answers,"
+        f" largest gap {part.bound / 2:.3g}"
+    ]
     _decode_all(part, judge, loaded, _config(), questions, expected, say)
     part.facts |= {
         "ar_batch_8_answers": _ORDERS_OF_AR * len(questions),
@@ -148,6 +151,7 @@ def run_bf16(judge: Judge, loaded: LoadedModel, say: Say) -> Part:
         "ar_batch_8_largest_gap": max(gaps, default=0.0),
         "share_equal": round(1 - len(part.mismatches) / part.num_cells, 4),
     }
+    part.notes.append(f"equal: {part.facts['share_equal']:.1%}")
     part.wall_s = time.perf_counter() - started_s
     return part
 
@@ -159,8 +163,11 @@ def run_invariant(judge: Judge, loaded: LoadedModel, say: Say) -> Part:
     engine = ALONE.engine(loaded, _config(batch_invariant=True), judge.adapters)
     expected = _plain_answers(engine, ALONE, questions, order=0)
     part = Part("real model, bf16, batch-invariant", bound=0.0)
-    part.facts["cost"] = _cost(engine, ALONE.engine(loaded, _config()))
-    say(f"batch-invariant: {part.facts['cost']}")
+    part.facts["cost"] = _cost(engine, ALONE.engine(loaded, _config(), judge.adapters))
+    part.notes = [
+        f"{batch}: {cost['invariant_ms_per_pass']} ms a pass, {cost['normal_ms_per_pass']} without ({cost['ratio']}x)"
+        for batch, cost in part.facts["cost"].items()
+    ]
     del engine
     _decode_all(part, judge, loaded, _config(batch_invariant=True), questions, expected, say)
     part.wall_s = time.perf_counter() - started_s
@@ -197,6 +204,7 @@ def _decode_all(
             add_against_reference(part, cell, expected[cell.question.id], answer, judge.reference)
         say(f"{part.name}: {mix.name}: {part.num_cells} cells, {len(part.mismatches)} mismatches")
     part.facts |= asdict(happened)
+    part.notes.append(happened.describe())
 
 
 def _windows(mix: Mix, number: int) -> Sequence[int | None]:

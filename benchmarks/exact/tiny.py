@@ -107,6 +107,7 @@ def run_tiny(
                 happened += _run_mix(part, asked, mix)
             say(f"tiny: {subject.name}: {part.num_cells} cells, {len(part.mismatches)} mismatches")
     part.facts = {"subjects": [subject.name for subject in subjects], **asdict(happened)}
+    part.notes = [happened.describe()]
     part.wall_s = time.perf_counter() - started_s
     return part
 

@@ -52,6 +52,7 @@ class Part:
         num_cells: cells compared.
         num_by: cells by what they have, as ``{"window": {"16": 120, ...}, ...}``.
         facts: what else is worth telling, as plain JSON values.
+        notes: the same for a reader, a line each.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Part:
     mismatches: list[Mismatch] = field(default_factory=list)
     num_by: dict[str, Counter[str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     wall_s: float = 0.0
 
     @property
@@ -108,7 +110,7 @@ class Part:
             **kinds_of(cell),
             position=position,
             gap=gap,
-            is_explained=gap is not None and gap < self.bound,
+            is_explained=gap is not None and gap < self.bound and got.is_streamed_alike,
             expected=expected,
             got=got,
         )

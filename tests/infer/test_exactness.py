@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks import exactness
 from benchmarks.exact import tiny
+from benchmarks.exact.adapters import ADAPTERS
 from benchmarks.exact.kinds import PROCESSORS, STOPS
 from benchmarks.exact.noise import best_token, gumbel
 from benchmarks.exact.question import FILLS, Answer, Cell, Question
@@ -56,6 +57,7 @@ def test_the_fast_part_has_no_mismatch() -> None:
     assert set(part.num_by["stop"]) == set(STOPS)
     assert len(part.num_by["processor"]) > len(PROCESSORS) / 2
     assert part.num_by["fill"].keys() == set(FILLS)
+    assert part.num_by["adapter"].keys() == {"none", *ADAPTERS}
     assert part.num_by["mode"].keys() == set(DecodeMode)
     assert part.facts["tokens"] > 1.3 * part.facts["passes"], "windows that commit one token prove little"
     assert min(part.facts[name] for name in ("preemptions", "prefix_hit_tokens", "aborts")) > 0
@@ -250,11 +252,13 @@ def test_a_mismatch_is_explained_by_its_gap_and_by_nothing_else() -> None:
     assert judged(other, mismatch.gap * 1.01).num_explained == 1
     assert judged(other, mismatch.gap * 0.99).num_unexplained == 1
     assert judged(right, 0.0).mismatches == []
+    assert judged(replace(other, is_streamed_alike=False), 1e9).num_unexplained == 1
     # an answer that is too short, ends for another reason or says something else has no gap
     for fault in (
         replace(right, token_ids=right.token_ids[:3]),
         replace(right, finish_reason="stop"),
         replace(right, text=right.text + "?"),
+        replace(right, is_streamed_alike=False),
     ):
         [mismatch] = judged(fault, 1e9).mismatches
         assert mismatch.gap is None
