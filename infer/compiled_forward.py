@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import logging
 import os
 import sys
@@ -147,9 +148,11 @@ def _extra_constants(package: Path) -> Path:
 
 def _fingerprint(model: PreTrainedModel) -> str:
     weights = "\n".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in model.state_dict().items())
+    # A trained model shares the program of its base: where a model lies is no part of it.
+    settings = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     parts = (
         type(model).__name__,
-        model.config.to_json_string(use_diff=False),
+        json.dumps(settings, sort_keys=True, default=str),
         weights,
         torch.__version__,
         transformers.__version__,

@@ -49,6 +49,7 @@ def test_numbers_of_the_eager_forward(
         eager = make_runner(model, EngineConfig(compile=CompileMode.OFF, batch_invariant=True), NUM_PAGES, "tiny")
         compiled = make_runner(model, EngineConfig(compile=CompileMode.ON, batch_invariant=True), NUM_PAGES, "tiny")
         assert "tiny: compiled in " in capsys.readouterr().err
+        model.config._name_or_path = "elsewhere"
         make_runner(model, EngineConfig(compile=CompileMode.ON), NUM_PAGES, "tiny")
         assert capsys.readouterr().err == ""
     assert compiled.is_compiled
