@@ -140,12 +140,10 @@ def run_bf16(judge: Judge, loaded: LoadedModel, say: Say) -> Part:
             gaps += _gap_of(judge.reference, question, expected[question.id], answers[question.id])
     del engine
     part = Part("real model, bf16", bound=2 * max(gaps, default=0.0))
-    part.notes = [
-        (
-            f"window 1 at batch 8 leaves window 1 at batch 1 in {len(gaps)} of {_ORDERS_OF_AR * len(questions)} answers,"
-            f" largest gap {part.bound / 2:.3g}"
-        )
-    ]
+    part.notes.append(
+        f"window 1 at batch 8 leaves window 1 at batch 1 in {len(gaps)} of {_ORDERS_OF_AR * len(questions)} answers,"
+        f" largest gap {part.bound / 2:.3g}"
+    )
     _decode_all(part, judge, loaded, _config(), questions, expected, say)
     part.facts |= {
         "ar_batch_8_answers": _ORDERS_OF_AR * len(questions),
