@@ -53,9 +53,9 @@ class OracleFill:
         start = len(sequence.completion_ids) + len(kept)
         return list(told[start : start + num_guesses])
 
-    def learn(self, sequence: RequestSequence) -> None:
+    def learn(self, sequence: RequestSequence, num_guesses: int, num_accepted: int) -> None:
         if sequence.request.id in self.told:
             # Predictions after a wrong guess are wrong too, and would come before what the oracle knows.
             sequence.carried = []
         else:
-            self.policy.learn(sequence)
+            self.policy.learn(sequence, num_guesses, num_accepted)

@@ -237,7 +237,9 @@ def test_a_failed_pass_reaches_everybody(loaded: LoadedModel, monkeypatch: pytes
             answers = await asyncio.gather(
                 *(collect(running, request) for request in make_requests(5)), return_exceptions=True
             )
-            assert [type(answer) for answer in answers] == [MemoryError] * 5
+            # A request that comes after the failure is told of it, too.
+            assert {type(answer) for answer in answers} <= {MemoryError, RunError}
+            assert any(isinstance(answer, MemoryError) for answer in answers)
             assert all_free(engine)
             for _ in range(2):
                 with pytest.raises(RunError, match="a pass failed with MemoryError: no room for logits"):
