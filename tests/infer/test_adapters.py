@@ -426,7 +426,7 @@ def test_the_real_model_in_float32(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b")):
         own = load_model("smollm2-135m", dtype=Dtype.FLOAT32).model
         config = {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}
-        folders[name] = save_adapter(tmp_path / name, own, seed=number, spread=0.01, **config)
+        folders[name] = save_adapter(tmp_path / name, own, seed=number, spread=0.04, **config)
     engine = make_engine(loaded, kv_memory_mib=256)
     for name, folder in folders.items():
         engine.load_adapter(name, str(folder))
