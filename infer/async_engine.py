@@ -132,10 +132,13 @@ class AsyncEngine:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._refusal())
         consumers, self._consumers = self._consumers, {}
-        for consumer in consumers.values():
-            consumer.post_error(failure or self._refusal())
-        for request_id in consumers:
-            self._engine.abort(request_id)
+        try:
+            for request_id in consumers:
+                self._engine.abort(request_id)
+        finally:
+            # Last: who is told finds the pages free.
+            for consumer in consumers.values():
+                consumer.post_error(failure or self._refusal())
 
     def _run_calls(self) -> bool:
         """Wait until there is something to do, run what was submitted; False when it is time to end."""

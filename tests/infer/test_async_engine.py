@@ -259,7 +259,6 @@ def test_refusals_touch_nobody_else(loaded: LoadedModel, monkeypatch: pytest.Mon
         async with AsyncEngine(engine) as running:
             tasks = [asyncio.create_task(collect(running, request)) for request in make_requests(3, max_tokens=4)]
             await asyncio.sleep(0.05)
-            gate.open(1)
             refused = [
                 asyncio.create_task(collect(running, request))
                 for request in (
@@ -268,6 +267,9 @@ def test_refusals_touch_nobody_else(loaded: LoadedModel, monkeypatch: pytest.Mon
                     make_request("kept", (5,), 4, keep_pages=True),
                 )
             ]
+            # What is asked for is done between two passes: it must be there before this one may end.
+            await asyncio.sleep(0.05)
+            gate.open(1)
             errors = await asyncio.gather(*refused, return_exceptions=True)
             assert [type(error) for error in errors] == [UsageError] * 3
             assert "this id is in use" in str(errors[0])
