@@ -82,7 +82,7 @@ class Bench:
         engine.use_auto_windows()
         policy = engine.scheduler.windows
         assert isinstance(policy, AutoWindows)
-        engine.scheduler.windows = AutoWindows(policy.cost)
+        engine.scheduler.windows = AutoWindows(policy.cost, engine.acceptance_by_depth)
 
 
 def main(argv: Seq[str] | None = None) -> int:
@@ -119,9 +119,10 @@ def make_bench(args: argparse.Namespace) -> Bench:
     loaded = load_model(args.model, dtype=Dtype(args.dtype))
     count = max(*args.batch_sizes, LEAST_REQUESTS)
     engine = LLMEngine(loaded, EngineConfig(max_num_seqs=count, kv_memory_mib=args.kv_memory_mib))
-    half = -(-count // 2)
+    # A few more than needed: some prompts may be the same.
+    half = count // 2 + 4
     sources = [read_source(name, Split.HELDOUT, limit=half, seed=0).prompts for name in ("stdlib", "math")]
-    prompts = [prompt for pair in zip(*sources, strict=True) for prompt in pair]
+    prompts = [prompt for pair in zip(*sources, strict=False) for prompt in pair]
     prompt_ids = list(
         dict.fromkeys(tuple(render_prompt(prompt, loaded.tokenizer, PromptFormat.CHAT)) for prompt in prompts)
     )

@@ -2,7 +2,7 @@
 
     python benchmarks/window_policy.py --picture docs/window_policy.png
 
-Requests join in waves, 1, then 4, 16 and 64 in all, and leave as they end; then a single one goes on. Guesses are those
+Requests join in waves, 1, then 4, 16 and 64 in all, and leave as they end; then one more comes alone. Guesses are those
 of an oracle with a set error rate, or the model's own. Above: requests in the engine; below: the mean window.
 """
 
@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,16 @@ def run(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
     policy = engine.scheduler.windows
     assert isinstance(policy, AutoWindows)
     requests = bench.requests(AUTO, args.waves[-1])
+    alone = replace(requests[0], id="alone")
     waves = list(args.waves)
     num_added = steps = 0
     started_s = time.perf_counter()
     chosen: list[dict[str, Any]] = []
-    while waves or engine.scheduler.running or engine.scheduler.waiting:
-        if waves and steps % STEPS_BETWEEN == 0:
+    while alone or engine.scheduler.running:
+        if not waves and alone and not engine.scheduler.running:
+            engine.add_request(alone)
+            alone = None
+        elif waves and steps % STEPS_BETWEEN == 0:
             for request in requests[num_added : waves[0]]:
                 engine.add_request(request)
             num_added = waves.pop(0)
