@@ -11,6 +11,8 @@ Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted, 
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import importlib
 import os
 import re
@@ -18,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import jacobi_llm
 from jacobi_llm.configs.errors import JacobiError, UsageError
@@ -110,13 +112,30 @@ def main(
         program: its name, as typed.
         summary: one line for the help.
         commands: what it can do.
-        argv: arguments without the program's name; None takes those of the process.
+        argv: arguments without the program's name; None takes those of the process, and ends it.
         single_command: the program is ``commands[0]``, and takes no word for it.
 
     Returns:
         The exit code; nothing is raised for an error, which is printed on standard error instead.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        _end_process(_run(program, summary, commands, sys.argv[1:], single_command))
+    return _run(program, summary, commands, argv, single_command)
+
+
+def _end_process(code: int) -> NoReturn:
+    """End as Python does, but without C++'s static destructors: threads of the libraries below us sometimes outlive
+    their owners there, and the process would abort after its work is done.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def _run(program: str, summary: str, commands: Sequence[Command], argv: Sequence[str], single_command: bool) -> int:
+    arguments = list(argv)
     debug = "--debug" in arguments
     try:
         code = _dispatch(program, summary, commands, arguments, single_command)
@@ -391,8 +410,10 @@ def _metavar(setting: SettingField) -> str:
     elif setting.base is bool:
         word = "true|false"
     else:
-        word = {"int": "N", "float": "X", "str": "TEXT"}[setting.base.__name__]
-    return f"{word},..." if setting.many else word
+        word = "|".join([{"int": "N", "float": "X", "str": "TEXT"}[setting.base.__name__], *setting.words])
+    if setting.many:
+        return f"{word} ..." if setting.verbatim else f"{word},..."
+    return word
 
 
 # Errors ------------------------------------------------------------------------------------------------------------

@@ -34,3 +34,15 @@ class RunError(JacobiError):
     """The request is right, but the run failed: a damaged shard, a NaN loss, a full disk."""
 
     exit_code = 1
+
+
+class QueueFullError(JacobiError):
+    """The request is right, but as many as may wait are waiting already: try again later, or raise the limit."""
+
+    exit_code = 1
+
+
+class AbortedError(JacobiError):
+    """The request was aborted by another than the one who waits for its output."""
+
+    exit_code = 1

@@ -32,6 +32,8 @@ class SettingField:
         optional: whether null is a value.
         many: whether the value is a list (or a tuple of fixed length).
         single_too: whether one bare value may stand for a list of one (``str | list[str]``).
+        verbatim: whether one bare value is one item as it stands, commas and white space included.
+        words: values that are words where the others are numbers (``int | Auto``).
         info: pydantic's own record, with description and default.
     """
 
@@ -40,6 +42,8 @@ class SettingField:
     optional: bool
     many: bool
     single_too: bool
+    verbatim: bool
+    words: tuple[str, ...]
     info: FieldInfo
 
     @property
@@ -72,16 +76,26 @@ def as_text(value: object) -> str:
 
 
 def _describe(key: str, info: FieldInfo) -> SettingField:
-    members = [info.annotation]
-    if typing.get_origin(info.annotation) in (typing.Union, types.UnionType):
-        members = list(typing.get_args(info.annotation))
+    members = _members(info.annotation)
     optional = type(None) in members
     members = [member for member in members if member is not type(None)]
     lists = [member for member in members if typing.get_origin(member) in (list, tuple)]
-    base = typing.get_args(lists[0])[0] if lists else members[0]
+    single_too = bool(lists) and len(members) > 1
+    scalars = _members(typing.get_args(lists[0])[0]) if lists else members
+    base = scalars[0]
     if not isinstance(base, type):
         raise TypeError(f"{key}: settings of type {info.annotation} are not supported")
-    return SettingField(key, base, optional, bool(lists), bool(lists) and len(members) > 1, info)
+    words = tuple(str(word) for other in scalars[1:] if issubclass(other, StrEnum) for word in other)
+    extra = info.json_schema_extra
+    verbatim = isinstance(extra, dict) and bool(extra.get("verbatim"))
+    return SettingField(key, base, optional, bool(lists), single_too, verbatim, words, info)
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The types of a union, or the one type, without their constraints."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if is_union else (annotation,)
+    return [typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in members]
 
 
 @cache
@@ -137,6 +151,8 @@ def value_from_text(field: SettingField, text: str, *, quoted: bool = False) -> 
     """
     if field.optional and not quoted and text in NULL_WORDS:
         return None
+    if field.verbatim:
+        return [text]
     if field.many and not quoted and (not field.single_too or "," in text):
         return [_scalar(field, part.strip()) for part in text.strip("[]").split(",") if part.strip()]
     return _scalar(field, text)
@@ -148,9 +164,10 @@ def value_from_list(field: SettingField, texts: Iterable[str]) -> list[Any]:
 
 
 def _scalar(field: SettingField, text: str) -> Any:
-    if not field.choices:
+    words = field.choices or field.words
+    if not words:
         return text
-    spelling = {normalise(choice): choice for choice in field.choices}
+    spelling = {normalise(word): word for word in words}
     return spelling.get(normalise(text).lower(), text)
 
 
@@ -166,6 +183,8 @@ def remedy(field: SettingField | None, error: Mapping[str, Any]) -> str:
         return f"give at least {length} value{'s' if length != 1 else ''}, such as {field.default_text()}"
     if kind == "enum" and field is not None:
         return f"use one of {', '.join(field.choices)}{suggestion(str(value), field.choices)}"
+    if kind == "int_parsing" and field is not None and field.words:
+        return f"give a whole number, or {' or '.join(field.words)}"
     fixed = {
         "int_parsing": "give a whole number",
         "int_type": "give a whole number",

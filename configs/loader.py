@@ -276,7 +276,7 @@ def _check(source: _Source) -> list[str]:
                 continue
             setting = setting_fields()[f"{location[0]}.{location[1]}"]
             # Below the key stand list positions, and the branches of a union, of which one line is enough.
-            position = location[2:] if len(location) > 2 and isinstance(location[2], int) else ()
+            position = location[2:3] if len(location) > 2 and isinstance(location[2], int) else ()
             lines.setdefault(location[:2] + position, _value_fault(source, setting, record))
         return list(lines.values())
     return []

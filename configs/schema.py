@@ -7,8 +7,11 @@ file describes a whole road (collect, train, evaluate). All counts are in tokens
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from jacobi_llm.configs.stop_strings import stop_string_faults
 
 
 class Dtype(StrEnum):
@@ -20,9 +23,19 @@ class Dtype(StrEnum):
 
 
 class AttentionBackend(StrEnum):
-    """How attention over the pages is computed."""
+    """How attention over the pages is computed; auto takes native on a CPU with a C++ compiler, else sdpa."""
 
+    AUTO = "auto"
+    NATIVE = "native"
     SDPA = "sdpa"
+
+
+class CompileMode(StrEnum):
+    """Whether the forward pass is compiled (CPU); auto compiles models of 50 million weights and more."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
 
 
 class FillPolicy(StrEnum):
@@ -30,6 +43,16 @@ class FillPolicy(StrEnum):
 
     REPEAT_LAST = "repeat-last"
     PROMPT_DRAW = "prompt-draw"
+    NGRAM = "ngram"
+
+
+class Auto(StrEnum):
+    """A number that is chosen while it runs."""
+
+    AUTO = "auto"
+
+
+Window = Annotated[int, Field(ge=1, le=1024)] | Auto
 
 
 class DecodeMode(StrEnum):
@@ -99,11 +122,24 @@ class Section(BaseModel):
 class EngineConfig(Section):
     """The decoding engine: memory and batch limits."""
 
-    attention: AttentionBackend = Field(AttentionBackend.SDPA, description="attention backend")
+    attention: AttentionBackend = Field(
+        AttentionBackend.AUTO, description="attention backend: auto, native (CPU, needs g++) or sdpa"
+    )
+    compile: CompileMode = Field(
+        CompileMode.AUTO, description="compile the forward pass: auto (CPU, models from 50 M weights), on or off"
+    )
+    batch_invariant: bool = Field(
+        False, description="same bits whatever shares the pass (CPU; about 1.1 to 1.4 times the cost)"
+    )
     page_size: int = Field(16, ge=1, description="K/V slots per page (tokens)")
     kv_memory_mib: int = Field(1024, ge=1, description="memory for all K/V pages (MiB)")
     max_num_seqs: int = Field(64, ge=1, description="requests that decode at the same time")
+    max_num_waiting: int = Field(1024, ge=1, description="requests that may wait for a place; more are refused")
     max_num_rows: int = Field(2048, ge=1, description="rows of one forward pass, prefill and windows together")
+    max_prefill_rows: int = Field(
+        512, ge=1, description="prompt rows of one forward pass; the rest of a long prompt waits for the next"
+    )
+    prefix_sharing: bool = Field(True, description="requests that begin with the same tokens share their K/V pages")
     num_threads: int = Field(0, ge=0, description="CPU threads; 0 leaves torch's own choice")
 
 
@@ -132,12 +168,21 @@ class CollectConfig(Section):
     window: int = Field(16, ge=2, le=1024, description="block size n (tokens)")
     max_tokens: int = Field(256, ge=1, description="longest completion (tokens)")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are skipped and counted (tokens)")
-    init: FillPolicy = Field(FillPolicy.PROMPT_DRAW, description="initial guesses y(0) of a block")
+    init: FillPolicy = Field(
+        FillPolicy.PROMPT_DRAW, description="initial guesses y(0) of a block: prompt-draw or repeat-last"
+    )
     decode_window: int = Field(1, ge=1, description="serving window used to decode y* (tokens); 1 is plain AR")
     wave_size: int = Field(64, ge=1, description="completions decoded and iterated together")
     shard_size: int = Field(64, ge=1, description="completions per Parquet shard, the unit of resume")
     on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
     seed: int = Field(0, ge=0, description="seed of the prompt draw and of the initial guesses")
+
+    @field_validator("init")
+    @classmethod
+    def _known_from_prompt_and_prefix(cls, init: FillPolicy) -> FillPolicy:
+        if init is FillPolicy.NGRAM:
+            raise ValueError("states are drawn from prompt and prefix alone; use prompt-draw or repeat-last")
+        return init
 
 
 class LoraConfig(Section):
@@ -214,8 +259,8 @@ class EvalConfig(Section):
     split: Split = Field(Split.HELDOUT, description="part of the source to read")
     format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
     num_prompts: int = Field(16, ge=1, description="prompts decoded")
-    window: int = Field(16, ge=1, description="window (tokens)")
-    fill: FillPolicy = Field(FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses")
+    window: Window = Field(16, description="window (tokens), or auto")
+    fill: FillPolicy = Field(FillPolicy.NGRAM, description="fill policy of fresh guesses")
     max_tokens: int = Field(128, ge=1, description="longest completion (tokens)")
     batch_size: int = Field(8, ge=1, description="requests decoded together")
     repeats: int = Field(1, ge=1, description="jacobi-train eval: paired repeats; medians are reported")
@@ -230,22 +275,59 @@ class GenerateConfig(Section):
 
     model: str = Field("smollm2-135m", description="model name (smollm2-135m needs no hub), hub id or folder")
     adapter: str | None = Field(None, description="LoRA adapter folder, merged at load")
+    adapters: list[str] = Field(
+        [], description="LoRA adapters beside the base weights, each NAME=FOLDER; a record of the input names its own"
+    )
     dtype: Dtype = Field(Dtype.BFLOAT16, description="precision of weights and K/V pages")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     prompt: str | None = Field(None, description="one prompt")
     input: str | None = Field(None, description="JSONL file with id and prompt or messages; - reads standard input")
     format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
-    window: int = Field(
-        16, ge=1, le=1024, description="window (tokens); 1 is plain AR; a trained checkpoint brings its own default"
+    window: Window = Field(
+        Auto.AUTO,
+        description="window (tokens); 1 is plain AR; auto chooses it for every request and step; block mode takes that "
+        "of a trained checkpoint for auto",
     )
     mode: DecodeMode = Field(DecodeMode.SLIDING, description="sliding (serving) or block")
     fill: FillPolicy = Field(
-        FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses; a trained checkpoint brings its own default"
+        FillPolicy.NGRAM, description="fill policy of fresh guesses; a trained checkpoint brings its own default"
     )
     max_tokens: int = Field(256, ge=1, description="longest completion (tokens)")
-    ignore_eos: bool = Field(False, description="go on after an end-of-sequence token")
+    stop: list[str] | None = Field(
+        None,
+        description="end an answer before any of these strings; several as --stop A B",
+        json_schema_extra={"verbatim": True},
+    )
+    stop_token_ids: list[int] | None = Field(None, description="end an answer at these token ids too")
+    ignore_eos: bool = Field(False, description="go on after an end-of-sequence token; the stops above still count")
     on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
-    seed: int = Field(0, ge=0, description="seed of prompt-draw guesses (they change speed, never the output)")
+    temperature: float = Field(0.0, ge=0, description="0 takes the likeliest token; above, tokens are sampled")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0 is off")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this probability together")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability of a token, as a share of the likeliest one's")
+    repetition_penalty: float = Field(1.0, gt=0, description="divides the logits of tokens of prompt and completion")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit per occurrence in the completion")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit once it occurs in the completion")
+    logit_bias: list[str] | None = Field(None, description="token ids and what is added to their logits, ID=BIAS")
+    bad_words: list[str] | None = Field(
+        None,
+        description="words that never appear, neither first nor after a space; several as --bad-words A B",
+        json_schema_extra={"verbatim": True},
+    )
+    allowed_token_ids: list[int] | None = Field(None, description="token ids that may appear; null allows all")
+    min_tokens: int = Field(0, ge=0, description="no stop token before the completion has so many (tokens)")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="with --json: logprobs of the tokens, and of so many likeliest ones besides"
+    )
+    n: int = Field(1, ge=1, le=128, description="answers per prompt; sampled ones differ")
+    seed: int = Field(0, ge=0, lt=2**64, description="seed of sampling: the same seed gives the same text")
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_strings(cls, stop: list[str] | None) -> list[str] | None:
+        if faults := stop_string_faults(stop or ()):
+            raise ValueError("; ".join(faults))
+        return stop
 
 
 class BenchConfig(Section):
@@ -259,9 +341,11 @@ class BenchConfig(Section):
     format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
     num_prompts: int = Field(8, ge=1, description="prompts decoded per cell")
     modes: list[DecodeMode] = Field([DecodeMode.SLIDING], description="window modes")
-    windows: list[int] = Field([1, 8, 16], min_length=1, description="windows (tokens); 1 is plain AR and always runs")
+    windows: list[Window] = Field(
+        [1, 8, 16], min_length=1, description="windows (tokens), or auto; 1 is plain AR and always runs"
+    )
     batch_sizes: list[int] = Field([1, 4], min_length=1, description="requests in flight")
-    fill: FillPolicy = Field(FillPolicy.REPEAT_LAST, description="fill policy of fresh guesses")
+    fill: FillPolicy = Field(FillPolicy.NGRAM, description="fill policy of fresh guesses")
     max_tokens: int = Field(128, ge=1, description="longest completion (tokens)")
     repeats: int = Field(3, ge=1, description="paired repeats of every cell; medians are reported")
     output: str | None = Field(None, description="folder for bench.json and bench.png; null writes none")
@@ -269,9 +353,8 @@ class BenchConfig(Section):
 
     @model_validator(mode="after")
     def _positive(self) -> BenchConfig:
-        for name in ("windows", "batch_sizes"):
-            if any(value < 1 for value in getattr(self, name)):
-                raise ValueError(f"{name} must all be at least 1")
+        if any(value < 1 for value in self.batch_sizes):
+            raise ValueError("batch_sizes must all be at least 1")
         return self
 
 

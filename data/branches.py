@@ -17,7 +17,7 @@ from jacobi_llm.infer.fill import fill_guesses
 from jacobi_llm.infer.model_runner import ModelRunner
 from jacobi_llm.infer.row_group import RowGroup
 from jacobi_llm.infer.rule import first_wrong
-from jacobi_llm.infer.sampler import RowKey, choose
+from jacobi_llm.infer.sampler import greedy_ids
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,7 @@ def run_branches(branches: Sequence[Branch], runner: ModelRunner, max_num_rows: 
 
 def _advance(batch: Sequence[tuple[Branch, RowGroup]], runner: ModelRunner) -> None:
     logits = runner.forward([group for _, group in batch])
-    keys = [
-        RowKey(0, 0, branch.start + branch.num_dropped + row)
-        for branch, group in batch
-        for row in range(group.num_rows)
-    ]
-    chosen = choose(logits, keys)
+    chosen: list[int] = greedy_ids(logits).tolist()
     # NaN is the largest of all to argmax, so the chosen logit tells whether the row has one.
     is_finite = logits[torch.arange(len(chosen)), torch.tensor(chosen)].isfinite().tolist()
     first = 0

@@ -176,6 +176,8 @@ class Collector:
         Raises:
             UsageError: a prompt that cannot be rendered (on_bad_input=fail), or that does not fit the K/V pages alone.
         """
+        # What other shards left in the pages depends on kills, and in low precision the content would with it.
+        self.engine.reset_prefix_cache()
         collected = Collected()
         for wave in self._waves(self._jobs_of(prompts, collected.skipped)):
             self._collect_wave(wave, collected)
@@ -244,10 +246,6 @@ class Collector:
                 self.engine.runner,
                 self.engine.scheduler.max_num_rows,
             )
-            for branches in per_completion:
-                if not all(branch.is_finite for branch in branches):
-                    # The next owner of these pages must not meet what is in them.
-                    self.engine.runner.cache.clear(branches[0].target.block_table)
         finally:
             for output in outputs:
                 self.engine.release(output.id)

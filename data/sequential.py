@@ -27,7 +27,7 @@ from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.near_tie import choice_gap
 from jacobi_llm.infer.row_group import RowGroup
 from jacobi_llm.infer.rule import first_wrong
-from jacobi_llm.infer.sampler import RowKey, choose
+from jacobi_llm.infer.sampler import greedy_ids
 
 
 class Predictor(Protocol):
@@ -84,7 +84,8 @@ class CachedPredictor:
         self._num_computed = len(prefix_ids) - 1
         self.num_passes += 1
         self.num_rows += group.num_rows
-        return choose(logits, [RowKey(0, 0, 0)] * len(state))
+        chosen: list[int] = greedy_ids(logits).tolist()
+        return chosen
 
     def finish(self) -> None:
         """Give the pages back."""
@@ -111,7 +112,8 @@ class UncachedPredictor:
         logits = self._model(input_ids=input_ids, use_cache=False).logits[0, -len(state) :]
         self.num_passes += 1
         self.num_rows += len(token_ids)
-        return choose(logits, [RowKey(0, 0, 0)] * len(state))
+        chosen: list[int] = greedy_ids(logits).tolist()
+        return chosen
 
     def finish(self) -> None:
         """Nothing to free."""

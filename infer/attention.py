@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.infer.kv_pages import KVCache
+from jacobi_llm.infer.pass_inputs import PassInputs
 from jacobi_llm.infer.row_group import RowGroup
 
 ATTENTION_NAME = "jacobi_paged"
@@ -268,17 +269,13 @@ def paged_attention(
     Raises:
         UsageError: the layer asks for something this backend does not compute.
     """
-    _refuse_unknown(module, kwargs, is_causal)
+    refuse_unknown(module, kwargs, is_causal)
     running = _running_pass.get()
     if running is None:
         raise RuntimeError("paged attention was called outside a pass of the engine")
     layout, cache = running.layout, running.cache
     layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
-    if layer_idx in running.layers_seen:
-        raise UsageError(
-            f"layer {layer_idx} of {type(module).__name__} attends more than once in a pass, and each time would need "
-            "K/V pages of its own; this model is not supported"
-        )
+    refuse_repeated_layer(module, layer_idx, running.layers_seen)
     running.layers_seen.add(layer_idx)
     query_RHD, key_RKD, value_RKD = (x[0].transpose(0, 1) for x in (query, key, value))
     if layout.write_rows is None:
@@ -349,15 +346,62 @@ def _gather(paged_NKD: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     return picked.view(bucket.pages_SM.shape[0], -1, *paged_NKD.shape[1:])
 
 
-def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any], is_causal: bool | None) -> None:
+def refuse_repeated_layer(module: nn.Module, layer_idx: int, layers_seen: set[int]) -> None:
+    """Refuse a layer that attends a second time in one pass.
+
+    Raises:
+        UsageError: ``layer_idx`` is in ``layers_seen``.
+    """
+    if layer_idx in layers_seen:
+        raise UsageError(
+            f"layer {layer_idx} of {type(module).__name__} attends more than once in a pass, and each time would need "
+            "K/V pages of its own; this model is not supported"
+        )
+
+
+def refuse_unknown(module: nn.Module, kwargs: dict[str, Any], is_causal: bool | None) -> None:
+    """Refuse what no backend computes.
+
+    Raises:
+        UsageError: a keyword argument that is set and not known, by name.
+    """
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _IGNORED_KWARGS)
     if is_causal is False:
         unknown.append("is_causal=False")
     if unknown:
         raise UsageError(
-            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which the sdpa backend does not "
+            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which the attention backends do not "
             "compute; this model is not supported"
         )
+
+
+class SdpaBackend:
+    """Pages and passes of one engine, on any device, in plain torch; the reference of the other backends."""
+
+    attention_name = ATTENTION_NAME
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.keys = cache.keys
+        self.values = cache.values
+        self._layers_seen: set[int] = set()
+
+    @contextmanager
+    def running(self, groups: Sequence[RowGroup]) -> Iterator[PassInputs]:
+        """Announce a pass over ``groups``; yields what the model reads."""
+        layout = PassLayout.build(groups, self.cache.page_size, self.cache.device)
+        with running_pass(layout, self.cache) as running:
+            self._layers_seen = running.layers_seen
+            yield PassInputs(layout.input_ids, layout.position_ids, layout.logit_rows)
+
+    @property
+    def has_attended(self) -> bool:
+        """Whether any layer called the attention since the last pass was announced."""
+        return bool(self._layers_seen)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero the slots of ``pages``."""
+        self.cache.clear(pages)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -20,7 +20,7 @@ from typing import Any
 from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.files import make_folder
-from jacobi_llm.configs.schema import BenchConfig, DecodeMode, EngineConfig, Recipe
+from jacobi_llm.configs.schema import Auto, BenchConfig, DecodeMode, EngineConfig, Recipe
 from jacobi_llm.infer.bench_cell import Cell, CellResult, summarise
 from jacobi_llm.infer.bench_report import check_plotting, print_table, write_results
 from jacobi_llm.infer.device import resolve_device
@@ -72,13 +72,19 @@ def make_cells(config: BenchConfig, num_prompts: int) -> list[Cell]:
             f"bench.batch_sizes: {max(too_large)} requests in flight need as many prompts, there are {num_prompts}; "
             "raise bench.num_prompts or give a longer file"
         )
-    windows = [window for window in sorted(set(config.windows)) if window > 1]
+    fixed = sorted({window for window in config.windows if not isinstance(window, Auto)} - {1})
+    auto = [None] if Auto.AUTO in config.windows else []
     return [
         cell
         for batch_size in sorted(set(config.batch_sizes))
         for cell in (
             Cell(batch_size, DecodeMode.SLIDING, 1),
-            *(Cell(batch_size, mode, window) for mode in dict.fromkeys(config.modes) for window in windows),
+            *(
+                Cell(batch_size, mode, window)
+                for mode in dict.fromkeys(config.modes)
+                # A block has a fixed length.
+                for window in [*fixed, *(auto if mode is DecodeMode.SLIDING else [])]
+            ),
         )
     ]
 
@@ -96,6 +102,7 @@ def run_cells(
         UsageError: a prompt that the engine refuses.
     """
     engine = LLMEngine(loaded, engine_config)
+    print(engine.describe_memory(), file=sys.stderr)
     for cell in cells:
         measure(engine, _requests(loaded, config, prompt_ids[: cell.batch_size], cell, WARM_UP_TOKENS))
     measured: dict[Cell, list[Measurement]] = {cell: [] for cell in cells}
@@ -127,7 +134,7 @@ def _engine_config(config: EngineConfig, cells: Sequence[Cell]) -> EngineConfig:
     return config.model_copy(
         update={
             "max_num_seqs": max(config.max_num_seqs, *(cell.batch_size for cell in cells)),
-            "max_num_rows": max(config.max_num_rows, *(cell.batch_size * cell.window for cell in cells)),
+            "max_num_rows": max(config.max_num_rows, *(cell.batch_size * (cell.window or 1) for cell in cells)),
         }
     )
 

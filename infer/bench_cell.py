@@ -12,11 +12,14 @@ from jacobi_llm.infer.measurement import Measurement, agreement
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination to measure; a window of 1 is plain AR in either mode, and then the mode is sliding."""
+    """One combination to measure; a window of 1 is plain AR in either mode, and then the mode is sliding.
+
+    A window of None is chosen by the engine.
+    """
 
     batch_size: int
     mode: DecodeMode
-    window: int
+    window: int | None
 
     @property
     def is_ar(self) -> bool:
@@ -24,7 +27,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        return "AR" if self.is_ar else f"{self.mode.value} {self.window}"
+        return "AR" if self.is_ar else f"{self.mode.value} {self.window or 'auto'}"
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class CellResult:
 
     Attributes:
         batch_size: requests in flight.
+        window: rows of a request; None when the engine chose.
         tpf: completion tokens per forward pass of a request.
         tps: completion tokens per second, prefill included (median).
         ratio: tps over that of window 1, same batch size, same repeat (median).
@@ -46,7 +50,7 @@ class CellResult:
 
     batch_size: int
     mode: str
-    window: int
+    window: int | None
     tpf: float
     tps: float
     ratio: float

@@ -32,7 +32,7 @@ def print_table(results: Sequence[CellResult], title: str) -> None:
     for row in results:
         table.add_row(
             str(row.batch_size),
-            "1 (AR)" if row.mode == "ar" else f"{row.window} {row.mode}",
+            "1 (AR)" if row.mode == "ar" else f"{row.window or 'auto'} {row.mode}",
             f"{row.tpf:.2f}",
             f"{row.tps:.1f}",
             f"{row.ratio:.2f}",
@@ -95,10 +95,15 @@ def draw_png(results: Sequence[CellResult], title: str) -> bytes:
         for mode in jacobi_modes:
             rows = [row for row in results if row.batch_size == batch_size and row.mode in ("ar", mode)]
             label = f"batch {batch_size}" + (f", {mode}" if len(jacobi_modes) > 1 else "")
-            windows = [row.window for row in rows]
-            axes[0].plot(windows, [row.ratio for row in rows], marker="o", label=label)
-            axes[1].plot(windows, [row.tpf for row in rows], marker="o", label=label)
-    ticks = sorted({row.window for row in results})
+            fixed = [row for row in rows if row.window]
+            windows = [row.window for row in fixed]
+            [line, *_] = axes[0].plot(windows, [row.ratio for row in fixed], marker="o", label=label)
+            axes[1].plot(windows, [row.tpf for row in fixed], marker="o", label=label)
+            for row in rows:
+                if row.window is None:
+                    for axis, value in zip(axes, (row.ratio, row.tpf), strict=True):
+                        axis.axhline(value, color=line.get_color(), linestyle="--", label=f"{label}, auto")
+    ticks = sorted({row.window for row in results if row.window})
     for axis, name in zip(axes, ("tokens per second, times plain AR", "tokens per forward pass"), strict=True):
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [str(tick) for tick in ticks])

@@ -59,7 +59,7 @@ def describe_environment(num_threads: int = 0) -> dict[str, Any]:
         },
         "system": _quietly(platform.platform),
         "cpu": {
-            "model": _quietly(_cpu_model),
+            "model": _quietly(cpu_model),
             "features": _quietly(_cpu_features),
             "cores": os.cpu_count(),
             "usable_cores": _quietly(_usable_cores),
@@ -105,7 +105,8 @@ def _version(package: str) -> str | None:
     return version if isinstance(version, str) else None
 
 
-def _cpu_model() -> str | None:
+def cpu_model() -> str | None:
+    """Return the name of the CPU, as the system gives it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, value = line.partition(":")
         if key.strip().lower() in ("model name", "hardware", "cpu model"):

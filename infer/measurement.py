@@ -77,6 +77,8 @@ def measure(
 ) -> Measurement:
     """Decode ``requests`` to their end and time it.
 
+    K/V pages of earlier measurements are not found again: prefill is part of what is measured.
+
     Args:
         engine: idle; it is left idle.
         requests: at least one.
@@ -89,13 +91,15 @@ def measure(
     """
     if not requests or (in_flight is not None and in_flight < 1):
         raise ValueError("a measurement needs at least one request, and at least one in flight")
+    engine.reset_prefix_cache()
     waiting = deque(requests)
     finished: dict[str, RequestOutput] = {}
     before = (engine.runner.num_passes, engine.runner.num_rows, engine.scheduler.num_preemptions)
     _synchronize(engine)
     start_s = time.perf_counter()
     while len(finished) < len(requests):
-        while waiting and (in_flight is None or len(requests) - len(waiting) - len(finished) < in_flight):
+        most_waiting = 0 if in_flight is None else max(len(requests) - len(finished) - in_flight, 0)
+        while len(waiting) > most_waiting and not engine.is_full:
             engine.add_request(waiting.popleft())
         for step in engine.step():
             if step.finished:

@@ -26,8 +26,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from jacobi_llm.configs.checkpoint import load_checkpoint_config
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.schema import Dtype
+from jacobi_llm.infer.adapters import check_adapter_folder
 from jacobi_llm.infer.embedded import EMBEDDED_NAME, embedded_model_dir
 from jacobi_llm.infer.quiet import quiet_libraries
 
@@ -47,9 +49,15 @@ _REFUSED_FAMILIES: dict[str, str] = {
     **dict.fromkeys(("bloom", "mpt", "falcon"), _ALIBI),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "kimi_k2"), _MLA),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4"), _SPARSE),
-    "gpt_oss": _SINKS,
+    **dict.fromkeys(("gpt_oss", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), _SINKS),
     **dict.fromkeys(("doge", "diffllama"), "it changes masks or weights inside its own attention code"),
-    "hrm_text": "it runs the same layers several times in one pass, and each run needs K/V of its own",
+    **dict.fromkeys(
+        ("hrm_text", "dory"), "it runs the same layers several times in one pass, and each run needs K/V of its own"
+    ),
+    **dict.fromkeys(("git", "got_ocr2"), "its text layers do not take another attention implementation"),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for another model, whose states it reads"
+    ),
     "blt": "it reads bytes in patches of varying length, not tokens",
     **dict.fromkeys(
         (
@@ -82,7 +90,7 @@ _REFUSED_FAMILIES: dict[str, str] = {
     **dict.fromkeys(
         (
             *("bert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "electra"),
-            *("data2vec-text", "ernie", "xmod", "bert-generation"),
+            *("data2vec-text", "ernie", "xmod", "bert-generation", "roc_bert"),
         ),
         _BIDIRECTIONAL,
     ),
@@ -109,6 +117,8 @@ class LoadedModel:
         path: the folder or hub id that was read.
         eos_token_ids: every id that ends a completion, ascending; empty when the checkpoint names none.
         max_context: positions the model can read, prompt and completion together (tokens).
+        acceptance_by_depth: item d-1 is P(guess at depth d accepted | depth d-1 accepted) as the checkpoint states it;
+            empty when it states none.
     """
 
     model: PreTrainedModel
@@ -117,6 +127,7 @@ class LoadedModel:
     path: str
     eos_token_ids: tuple[int, ...]
     max_context: int
+    acceptance_by_depth: tuple[float, ...] = ()
 
 
 def resolve_model(name: str) -> str:
@@ -179,7 +190,7 @@ def load_model(
         RunError: weights that are there but cannot be read.
     """
     path = resolve_model(name)
-    adapter_path = None if adapter is None else _check_adapter(adapter)
+    adapter_path = None if adapter is None else str(check_adapter_folder(adapter))
     local_only = _check_reachable(name, path, needs_weights=True)
     config = _read_config(name, path, local_only, trust_remote_code)
     check_supported(config)
@@ -189,6 +200,7 @@ def load_model(
         model = _merge_adapter(model, adapter_path)
     model.eval()
     model.to(torch.device(device))  # type: ignore[arg-type]
+    about = load_checkpoint_config(path if adapter_path is None else adapter_path)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -196,6 +208,7 @@ def load_model(
         path=path,
         eos_token_ids=eos_token_ids(model),
         max_context=max_context(model.config, tokenizer),
+        acceptance_by_depth=tuple(about.acceptance_by_depth) if about else (),
     )
 
 
@@ -334,19 +347,6 @@ def _check_safetensors(name: str, files: list[str]) -> None:
             "convert them to safetensors first"
         )
     raise UsageError(f"model '{name}': no weights found (*.safetensors)")
-
-
-def _check_adapter(adapter: str) -> str:
-    path = Path(adapter).expanduser()
-    if not path.is_dir():
-        raise UsageError(f"adapter '{adapter}': no such folder")
-    if not (path / "adapter_config.json").is_file():
-        raise UsageError(
-            f"adapter '{adapter}': the folder has no adapter_config.json; give a LoRA folder saved by peft"
-        )
-    if not (path / "adapter_model.safetensors").is_file():
-        raise UsageError(f"adapter '{adapter}': the folder has no adapter_model.safetensors")
-    return str(path)
 
 
 def _read_config(name: str, path: str, local_only: bool, trust_remote_code: bool) -> PretrainedConfig:

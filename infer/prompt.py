@@ -56,6 +56,7 @@ class Prompt:
         completion: a given answer, or None.
         group: what a split keeps together (a module, a problem template), or None.
         answer: the result that a grader compares with, or None.
+        adapter: name of the adapter that answers, or None for the base weights.
     """
 
     id: str
@@ -66,6 +67,7 @@ class Prompt:
     completion: str | None = None
     group: str | None = None
     answer: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def parse_prompt(record: object, *, source: str = "-", source_index: int = 0, de
         completion=_string(record, "response") if completion is None else completion,
         group=_text_or_number(record, "group"),
         answer=_text_or_number(record, "answer"),
+        adapter=_string(record, "adapter"),
     )
 
 

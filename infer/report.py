@@ -10,17 +10,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerBase
-
-from jacobi_llm.infer.detokenizer import Detokenizer, decode
-from jacobi_llm.infer.request import RequestOutput, StepOutput
+from jacobi_llm.infer.request import RequestOutput
+from jacobi_llm.infer.stream import Delta
 
 
 class Report(Protocol):
     """Shows requests, each by its id, as they go on."""
 
-    def add_step(self, step: StepOutput) -> None:
-        """Tokens arrived for a request, and perhaps its end."""
+    def add(self, delta: Delta) -> None:
+        """Tokens and text arrived for a request, and perhaps its end."""
 
     def add_failure(self, request_id: str, reason: str) -> None:
         """A request cannot run."""
@@ -32,17 +30,16 @@ class Report(Protocol):
 class JsonReport:
     """One JSON object per line, in the order of the requests; a line waits only for the requests before it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, request_ids: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, request_ids: Sequence[str]) -> None:
         self._due = list(reversed(request_ids))
         self._lines: dict[str, str] = {}
 
-    def add_step(self, step: StepOutput) -> None:
-        if step.finished:
-            self._add(step.request_id, output_record(step.finished, self._tokenizer))
+    def add(self, delta: Delta) -> None:
+        if delta.finished:
+            self._show(delta.request_id, output_record(delta.finished))
 
     def add_failure(self, request_id: str, reason: str) -> None:
-        self._add(request_id, {"id": request_id, "error": reason})
+        self._show(request_id, {"id": request_id, "error": reason})
 
     def close(self) -> None:
         while self._due:
@@ -51,7 +48,7 @@ class JsonReport:
                 print(line)
         sys.stdout.flush()
 
-    def _add(self, request_id: str, record: dict[str, Any]) -> None:
+    def _show(self, request_id: str, record: dict[str, Any]) -> None:
         self._lines[request_id] = json.dumps(record, ensure_ascii=False)
         while self._due and self._due[-1] in self._lines:
             print(self._lines.pop(self._due.pop()), flush=True)
@@ -60,17 +57,13 @@ class JsonReport:
 class StreamReport:
     """The text of a single request, printed while it is decoded."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(self) -> None:
         self._is_mid_line = False
 
-    def add_step(self, step: StepOutput) -> None:
-        text = self._detokenizer.push(step.new_token_ids)
-        if step.finished:
-            text += self._detokenizer.finish()
-        if text:
-            print(text, end="", flush=True)
-            self._is_mid_line = not text.endswith("\n")
+    def add(self, delta: Delta) -> None:
+        if delta.text:
+            print(delta.text, end="", flush=True)
+            self._is_mid_line = not delta.text.endswith("\n")
 
     def add_failure(self, request_id: str, reason: str) -> None:
         _print_failure(request_id, reason)
@@ -84,15 +77,14 @@ class StreamReport:
 class TextReport:
     """The text of each of several requests under a line with its id, in the order in which they finish."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self) -> None:
         self._gap = ""
 
-    def add_step(self, step: StepOutput) -> None:
-        if step.finished:
-            text = decode(self._tokenizer, step.finished.token_ids)
+    def add(self, delta: Delta) -> None:
+        if delta.finished:
+            text = delta.finished.text or ""
             end = "" if text.endswith("\n") else "\n"
-            print(f"{self._gap}==> {step.request_id} <==\n{text}", end=end, flush=True)
+            print(f"{self._gap}==> {delta.request_id} <==\n{text}", end=end, flush=True)
             self._gap = "\n"
 
     def add_failure(self, request_id: str, reason: str) -> None:
@@ -102,11 +94,15 @@ class TextReport:
         """Everything finished is out already."""
 
 
-def output_record(output: RequestOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the JSON object of a finished request; times in milliseconds since its arrival."""
-    return {
+def output_record(output: RequestOutput) -> dict[str, Any]:
+    """Return the JSON object of a finished request; times in milliseconds since its arrival.
+
+    ``index`` is the choice among several answers to the prompt; ``logprobs`` is there when they were asked for.
+    """
+    record: dict[str, Any] = {
         "id": output.id,
-        "text": decode(tokenizer, output.token_ids),
+        "index": output.choice,
+        "text": output.text,
         "token_ids": list(output.token_ids),
         "prompt_tokens": output.prompt_tokens,
         "completion_tokens": len(output.token_ids),
@@ -116,6 +112,16 @@ def output_record(output: RequestOutput, tokenizer: PreTrainedTokenizerBase) -> 
         "ttft_ms": round(output.ttft_ms, 2),
         "latency_ms": round(output.latency_ms, 2),
     }
+    if output.logprobs is not None:
+        record["logprobs"] = [
+            {
+                "token_id": one.token_id,
+                "logprob": round(one.logprob, 6),
+                "top": [{"token_id": token_id, "logprob": round(logprob, 6)} for token_id, logprob in one.top],
+            }
+            for one in output.logprobs
+        ]
+    return record
 
 
 def _print_failure(request_id: str, reason: str) -> None:

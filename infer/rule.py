@@ -28,7 +28,8 @@ class Commit:
     """What one pass proved.
 
     Attributes:
-        token_ids: tokens appended for good, never empty; a stop token, when reached, is the last one.
+        token_ids: tokens appended for good, never empty; the stop token, or the token that completes a stop string, is
+            the last one.
         next_guesses: predictions of the rejected rows; element k is a guess for the k-th position after the commit.
         finish_reason: set when the request ends with this commit.
     """
@@ -64,25 +65,31 @@ def commit(
     *,
     stop_token_ids: Collection[int],
     num_tokens_left: int,
+    stop_at: Callable[[Sequence[int]], int | None] | None = None,
 ) -> Commit:
     """Apply the rule to one window.
 
-    The first stop token ends the request even in mid-window; the budget is met exactly; a stop token inside the
-    budget wins over the budget.
+    The first stop token or stop string ends the request even in mid-window; the budget is met exactly; a stop inside
+    the budget wins over the budget.
 
     Args:
         guesses: g_1..g_(n-1).
         predictions: p_0..p_(n-1).
         stop_token_ids: every id that ends the request; empty with ``ignore_eos``.
         num_tokens_left: completion tokens that may still be committed, at least 1.
+        stop_at: called once, with the tokens that would be committed before a stop token; returns how many of them are
+            kept when one completes a stop string (that one included), else None.
     """
     if num_tokens_left < 1:
         raise ValueError("a request without budget cannot take part in a pass")
     accepted = count_accepted(guesses, predictions)
     taken = list(predictions[: min(accepted, num_tokens_left)])
-    for index, token_id in enumerate(taken):
-        if token_id in stop_token_ids:
-            return Commit(taken[: index + 1], [], FinishReason.STOP)
+    num_before_stop = next((index for index, token_id in enumerate(taken) if token_id in stop_token_ids), len(taken))
+    num_kept = stop_at(taken[:num_before_stop]) if stop_at else None
+    if num_kept is not None:
+        return Commit(taken[:num_kept], [], FinishReason.STOP)
+    if num_before_stop < len(taken):
+        return Commit(taken[: num_before_stop + 1], [], FinishReason.STOP)
     if len(taken) == num_tokens_left:
         return Commit(taken, [], FinishReason.LENGTH)
     return Commit(taken, list(predictions[accepted:]), None)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"src/jacobi_llm": "jacobi_llm"} | {
     room: f"jacobi_llm/{room}" for room in ("data", "train", "infer", "configs")
 }
-SHIPPED_SUFFIXES = {".py", ".yaml", ".json", ".jsonl"}
+SHIPPED_SUFFIXES = {".py", ".cpp", ".yaml", ".json", ".jsonl"}
 # Each room may import those after it.
 ROOMS = ("train", "data", "infer", "configs")
 BARE_MODULES = set(ROOMS)

@@ -63,6 +63,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "smollm3": {"no_rope_layers": [1, 0]},
     "glm4": {"head_dim": 8},
+    "gpt_bigcode": {"n_positions": MAX_CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48},
+    "gptj": {"n_positions": MAX_CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "rotary_dim": 4},
+    "nemotron": {"partial_rotary_factor": 0.5},
+    "persimmon": {"partial_rotary_factor": 0.5},
+    "olmo3": {"sliding_window": 8, "layer_types": _SLIDING},
+    "exaone4": {"sliding_window": 8, "layer_types": _SLIDING},
+    "biogpt": {},
+    "vaultgemma": {"head_dim": 8, "sliding_window": 8, "layer_types": _SLIDING, "query_pre_attn_scalar": 8},
     "gemma4_text": {
         "head_dim": 8,
         "global_head_dim": 16,
@@ -78,16 +86,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     | {"experts_implementation": "eager"},
 }
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "max_position_embeddings",
+)
 _NOT_TAKEN: dict[str, tuple[str, ...]] = {
-    "gpt2": (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "max_position_embeddings",
-    ),
-    "gpt_neox": ("num_key_value_heads",),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), _SIZES),
+    **dict.fromkeys(("gpt_neox", "persimmon", "biogpt"), ("num_key_value_heads",)),
     "opt": ("intermediate_size", "num_key_value_heads"),
 }
 _MULTI_HEAD = frozenset({"phi3", "olmo2"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib.resources
@@ -80,9 +81,16 @@ def init_distributed() -> Ranks:
         with contextlib.redirect_stdout(sys.stderr if os.environ["RANK"] == "0" else io.StringIO()):
             _compile_collectives()
             deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+        # Its threads must have ended before C++ tears down its statics, or the process may abort after its last line.
+        atexit.register(_leave_distributed)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def _leave_distributed() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _compile_collectives() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.files import make_folder
-from jacobi_llm.configs.schema import Recipe
+from jacobi_llm.configs.schema import Auto, Recipe
 from jacobi_llm.infer.device import resolve_device
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.measurement import Measurement, agreement
@@ -26,7 +26,7 @@ class EvaluationRow:
 
     Attributes:
         model: base or trained.
-        window: 1 is plain AR.
+        window: 1 is plain AR; None was chosen by the engine.
         tokens_per_forward: TPF, of the first repeat (it does not change).
         tokens_per_s: TPS, median over repeats, prefill included.
         ratio: TPS over the base's AR TPS of the same repeat, median.
@@ -37,7 +37,7 @@ class EvaluationRow:
     """
 
     model: str
-    window: int
+    window: int | None
     tokens_per_forward: float
     tokens_per_s: float
     ratio: float
@@ -63,7 +63,7 @@ def run(recipe: Recipe, options: Options) -> int:
     measured = measure_all(models, heldout, recipe)
     rows = summarise(models, heldout, measured)
     print_table(rows, len(heldout.prompts), recipe.eval.batch_size, as_json=options.json)
-    shown = measured["trained", recipe.eval.window][0].outputs[0]
+    shown = measured["trained", _window(recipe)][0].outputs[0]
     if not options.json:
         print_answer(shown, heldout.prompts[0], models["trained"].tokenizer)
     if recipe.eval.output:
@@ -73,11 +73,11 @@ def run(recipe: Recipe, options: Options) -> int:
 
 def measure_all(
     models: dict[str, LoadedModel], heldout: HeldOut, recipe: Recipe
-) -> dict[tuple[str, int], list[Measurement]]:
+) -> dict[tuple[str, int | None], list[Measurement]]:
     """Every (model, window) cell once per repeat, in turn, so that drift of the machine hits all alike."""
     engines = {name: LLMEngine(loaded, recipe.engine) for name, loaded in models.items()}
-    cells = [(name, window) for name in models for window in dict.fromkeys((1, recipe.eval.window))]
-    measured: dict[tuple[str, int], list[Measurement]] = {cell: [] for cell in cells}
+    cells = [(name, window) for name in models for window in dict.fromkeys((1, _window(recipe)))]
+    measured: dict[tuple[str, int | None], list[Measurement]] = {cell: [] for cell in cells}
     for name, window in cells:
         heldout.first(1).decode(engines[name], window=window)
     for repeat in range(recipe.eval.repeats):
@@ -85,7 +85,7 @@ def measure_all(
             measured[name, window].append(heldout.decode(engines[name], window=window))
             last = measured[name, window][-1]
             print(
-                f"repeat {repeat + 1}/{recipe.eval.repeats} {name} window {window}: "
+                f"repeat {repeat + 1}/{recipe.eval.repeats} {name} window {window or 'auto'}: "
                 f"TPF {last.tpf:.2f}, {last.tps:.1f} tokens/s",
                 file=sys.stderr,
                 flush=True,
@@ -93,8 +93,12 @@ def measure_all(
     return measured
 
 
+def _window(recipe: Recipe) -> int | None:
+    return None if recipe.eval.window is Auto.AUTO else recipe.eval.window
+
+
 def summarise(
-    models: dict[str, LoadedModel], heldout: HeldOut, measured: dict[tuple[str, int], list[Measurement]]
+    models: dict[str, LoadedModel], heldout: HeldOut, measured: dict[tuple[str, int | None], list[Measurement]]
 ) -> list[EvaluationRow]:
     """One row per cell; ratios are taken within a repeat, then the median over repeats."""
     base_ar = measured["base", 1]

@@ -51,7 +51,7 @@ def print_table(rows: Sequence[EvaluationRow], num_prompts: int, batch_size: int
     for row in rows:
         table.add_row(
             row.model,
-            "AR" if row.window == 1 else f"Jacobi {row.window}",
+            _decoding(row),
             f"{row.tokens_per_forward:.2f}",
             f"{row.tokens_per_s:.1f}",
             f"{row.ratio:.2f}",
@@ -110,7 +110,7 @@ def draw_png(rows: Sequence[EvaluationRow]) -> bytes:
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    labels = [f"{row.model}, {'AR' if row.window == 1 else f'Jacobi {row.window}'}" for row in rows]
+    labels = [f"{row.model}, {_decoding(row)}" for row in rows]
     colours = [_COLOURS[row.model] for row in rows]
     panels = (
         ("tokens per forward pass", [row.tokens_per_forward for row in rows], "{:.2f}"),
@@ -126,3 +126,7 @@ def draw_png(rows: Sequence[EvaluationRow]) -> bytes:
     png = io.BytesIO()
     FigureCanvasAgg(figure).print_png(png)  # type: ignore[no-untyped-call]
     return png.getvalue()
+
+
+def _decoding(row: EvaluationRow) -> str:
+    return "AR" if row.window == 1 else f"Jacobi {row.window or 'auto'}"

@@ -60,8 +60,11 @@ class HeldOut:
         """The same evaluation over the first prompts only (a warm-up)."""
         return replace(self, prompts=self.prompts[:num_prompts], prompt_ids=self.prompt_ids[:num_prompts])
 
-    def decode(self, engine: LLMEngine, *, window: int, batch_size: int | None = None) -> Measurement:
-        """Decode every prompt greedily at ``window``; ``batch_size`` requests at a time, the config's by default."""
+    def decode(self, engine: LLMEngine, *, window: int | None, batch_size: int | None = None) -> Measurement:
+        """Decode every prompt greedily; ``batch_size`` requests at a time, the config's by default.
+
+        A ``window`` of None is chosen by the engine.
+        """
         params = DecodeParams(
             max_tokens=self.config.max_tokens,
             window=window,

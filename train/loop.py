@@ -32,7 +32,7 @@ from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import JacobiError, RunError, UsageError
 from jacobi_llm.configs.files import make_folder, write_atomically
 from jacobi_llm.configs.loader import save_resolved
-from jacobi_llm.configs.schema import LrSchedule, Recipe, Tune
+from jacobi_llm.configs.schema import Auto, CompileMode, LrSchedule, Recipe, Tune
 from jacobi_llm.data.collector import tokenizer_sha256
 from jacobi_llm.data.record import Trajectory
 from jacobi_llm.data.store import Manifest, read_trajectories
@@ -214,25 +214,35 @@ class Trainer:
         """Decode the held-out prompts at the configured window; every rank takes part (ZeRO-3 gathers in lockstep)."""
         config = self.recipe.eval
         model = self.training.loaded.model.eval()
-        engine = LLMEngine(replace(self.training.loaded, model=model), self.recipe.engine)
-        measured = self.heldout.decode(engine, window=config.window)
+        # The weights change after every update: a compiled forward holds copies of them.
+        settings = self.recipe.engine.model_copy(update={"compile": CompileMode.OFF, "batch_invariant": False})
+        engine = LLMEngine(replace(self.training.loaded, model=model), settings)
+        window = self._eval_window()
+        measured = self.heldout.decode(engine, window=window)
         record = {
             "kind": "eval",
             "step": step,
-            "window": config.window,
+            "window": window,
             "tokens_per_forward": round(measured.tpf, 4),
             "repetition": round(repetition(measured.outputs), 4),
             "share_correct": self.heldout.share_correct(measured.outputs, self.training.loaded.tokenizer),
             "acceptance_by_depth": [
-                round(share, 4) for share in acceptance_by_depth(measured.outputs, config.window, config.max_tokens)
+                round(share, 4) for share in acceptance_by_depth(measured.outputs, window, config.max_tokens)
             ],
         }
         self._log(record)
         self._say(
-            f"held-out step {step}: TPF {measured.tpf:.3f} at window {config.window} over {len(measured.outputs)} "
+            f"held-out step {step}: TPF {measured.tpf:.3f} at window {window} over {len(measured.outputs)} "
             f"prompts, repetition {record['repetition']}"
         )
         return record
+
+    def _eval_window(self) -> int:
+        """A fixed window: acceptance is counted by its depths, and ranks in lockstep cannot each choose their own."""
+        window = self.recipe.eval.window
+        if isinstance(window, Auto):
+            window = int(self.manifest.settings.get("window", 16))
+        return window
 
     def say_skipped(self, unusable: list[Trajectory]) -> None:
         """Tell which trajectories are not trained on: those that do not fit, and those not collected yet."""
@@ -331,7 +341,7 @@ class Trainer:
     def _about(self, evaluation: dict[str, Any]) -> JacobiCheckpointConfig:
         return JacobiCheckpointConfig(
             mode=CheckpointMode.MERGED,
-            window=self.manifest.settings.get("window", self.recipe.eval.window),
+            window=self.manifest.settings.get("window", self._eval_window()),
             fill=self.recipe.eval.fill,
             acceptance_by_depth=evaluation["acceptance_by_depth"],
             objective=self.recipe.objective.name,

@@ -142,6 +142,8 @@ class Worker:
         self._cpu_s_at_sleep = family_cpu_s(self._process.pid)
 
     def _is_stopped_or_ended(self) -> bool:
+        if self._process.returncode is not None:
+            return True  # it was waited for, and has no state left to ask for
         flags = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
         return os.waitid(os.P_PID, self._process.pid, flags) is not None
 

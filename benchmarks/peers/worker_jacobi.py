@@ -18,7 +18,7 @@ VARIANTS = ("default",)
 
 def load(flags: Flags) -> Served:
     """Load the model in bf16."""
-    config = EngineConfig(num_threads=flags.num_threads)
+    config = EngineConfig(num_threads=flags.num_threads, prefix_sharing=False)
     engine = LLMEngine(load_model(flags.model, dtype=Dtype.BFLOAT16), config)
 
     def decode(prompts: TokenIds, max_tokens: int) -> TokenIds:

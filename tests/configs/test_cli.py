@@ -113,6 +113,18 @@ def test_lists(seen: Seen) -> None:
         assert seen[-1][0].bench.windows == [1, 4]
 
 
+def test_stop_strings_stay_as_they_are_typed(seen: Seen) -> None:
+    for text in (", ", "\n", " a,b ", "[INST]", "---"):
+        assert infer_cli.main(["generate", "--stop", text]) == 0
+        assert seen[-1][0].generate.stop == [text]
+    assert infer_cli.main(["generate", "--stop", "a, ", "\n\n", "--json"]) == 0
+    assert seen[-1][0].generate.stop == ["a, ", "\n\n"]
+    assert infer_cli.main(["generate", "--stop=--json"]) == 0
+    assert seen[-1][0].generate.stop == ["--json"]
+    assert infer_cli.main(["generate", "--stop", "null"]) == 0
+    assert seen[-1][0].generate.stop is None
+
+
 def test_prompts_may_look_like_anything(seen: Seen) -> None:
     for prompt in ("", "-", "-- x", "--dry run", "- item", "-5", "a=b", "null?", "{x: [", "1e-4", "x\n--json"):
         assert infer_cli.main(["generate", "--prompt", prompt]) == 0

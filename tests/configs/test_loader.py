@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.fields import SettingField, as_text, setting_fields
 from jacobi_llm.configs.loader import dump_recipe, load_recipe, save_resolved
-from jacobi_llm.configs.schema import FillPolicy, Recipe
+from jacobi_llm.configs.schema import Auto, FillPolicy, Recipe, Window
 
 
 def faults_of(config: str | None = None, overrides: dict[str, str] | None = None) -> list[str]:
@@ -48,7 +48,9 @@ def test_values_of_every_kind_from_flags() -> None:
             "collect.limit": "null",
             "collect.output": "007",
             "eval.fill": "prompt_draw",
-            "bench.windows": "[1, 4]",
+            "bench.windows": "[1, 4, Auto]",
+            "generate.window": "auto",
+            "eval.window": "4",
             "bench.modes": "block,sliding",
             "lora.target_modules": "q_proj,v_proj",
             "generate.prompt": "yes: [no",
@@ -60,7 +62,8 @@ def test_values_of_every_kind_from_flags() -> None:
     assert recipe.collect.limit is None
     assert recipe.collect.output == "007"
     assert recipe.eval.fill is FillPolicy.PROMPT_DRAW
-    assert recipe.bench.windows == [1, 4]
+    assert recipe.bench.windows == [1, 4, Auto.AUTO]
+    assert (recipe.generate.window, recipe.eval.window) == (Auto.AUTO, 4)
     assert [str(mode) for mode in recipe.bench.modes] == ["block", "sliding"]
     assert recipe.lora.target_modules == ["q_proj", "v_proj"]
     assert recipe.generate.prompt == "yes: [no"
@@ -98,7 +101,7 @@ def test_faults_of_file_and_flags_come_together(recipe_file: Path) -> None:
         [
             f"{recipe_file}:2: collect.window = 1: it must be at least 2",
             f"{recipe_file}:3: collect.dtype = bf16: use one of bfloat16, float32, float64 (did you mean bfloat16?)",
-            f"{recipe_file}:5: bench.windows = x: give a whole number",
+            f"{recipe_file}:5: bench.windows = x: give a whole number, or auto",
             "--train.lr fast: give a number",
             "--engine.page-size 0: it must be at least 1",
             "unknown key train.epoch (did you mean train.epochs?)",
@@ -126,13 +129,19 @@ def test_a_wrong_value_of_the_file_is_told_even_when_a_flag_replaces_it(recipe_f
         ("collect:\n  window: [4]\n", ":2: collect.window = a list: it takes one value"),
         ("bench:\n  windows: {a: 1}\n", ":2: bench.windows = a mapping: it takes a list of plain values"),
         ("bench:\n  windows: []\n", ":2: bench.windows = []: give at least 1 value, such as 1,8,16"),
-        ("bench:\n  windows: [0]\n", ":1: windows must all be at least 1"),
+        ("bench:\n  windows: [0]\n", ":2: bench.windows = 0: it must be at least 1"),
         ("train:\n  betas: [0.9]\n", ":2: train.betas = [0.9]: give 2 values, such as 0.9,0.95"),
         ("train:\n  betas: [0.9, 0.9, 0.9]\n", ":2: train.betas = [0.9, 0.9, 0.9]: give 2 values, such as 0.9,0.95"),
         ("train:\n  lr: .inf\n", ":2: train.lr = .inf: give a number"),
         ("train:\n  lr: inf\n", ":2: train.lr = inf: give a finite number"),
         ("train:\n  lr:\n", ":2: train.lr = null: it needs a value"),
         ("collect:\n  window: true\n", ":2: collect.window = true: give a whole number"),
+        ("generate:\n  window: many\n", ":2: generate.window = many: give a whole number, or auto"),
+        ("generate:\n  window: 2000\n", ":2: generate.window = 2000: it must be at most 1024"),
+        (
+            "collect:\n  init: ngram\n",
+            ":2: collect.init = ngram: states are drawn from prompt and prefix alone; use prompt-draw or repeat-last",
+        ),
         ("collect:\n  window: 4.5\n", ":2: collect.window = 4.5: give a whole number"),
         ("window: 4\n", ":1: unknown key window (did you mean collect.window or eval.window or generate.window?)"),
         ("train:\n  lora_rank: 4\n", ":2: unknown key train.lora_rank (did you mean lora.rank?)"),
@@ -179,10 +188,10 @@ def test_resolved_config_into_a_folder_that_cannot_be(tmp_path: Path) -> None:
     prompt=st.none() | st.text(st.characters(blacklist_categories=("Cs",))),
     lr=st.floats(min_value=1e-12, max_value=1e3),
     limit=st.none() | st.integers(1, 10**9),
-    windows=st.lists(st.integers(1, 1024), min_size=1, max_size=4),
+    windows=st.lists(st.integers(1, 1024) | st.just(Auto.AUTO), min_size=1, max_size=4),
 )
 def test_any_recipe_survives_yaml(
-    tmp_path_factory: pytest.TempPathFactory, prompt: str | None, lr: float, limit: int | None, windows: list[int]
+    tmp_path_factory: pytest.TempPathFactory, prompt: str | None, lr: float, limit: int | None, windows: list[Window]
 ) -> None:
     recipe = Recipe()
     recipe.generate.prompt = prompt
@@ -191,6 +200,25 @@ def test_any_recipe_survives_yaml(
     recipe.bench.windows = windows
     path = save_resolved(recipe, tmp_path_factory.getbasetemp() / "any")
     assert load_recipe(str(path)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("', '", [", "]),
+        ('"\\n"', ["\n"]),
+        ("a, b", ["a, b"]),
+        ("['a, ', b]", ["a, ", "b"]),
+        ("null", None),
+        ("'null'", ["null"]),
+    ],
+)
+def test_stop_strings_in_a_recipe(tmp_path: Path, text: str, stop: list[str] | None) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"generate:\n  stop: {text}\n", encoding="utf-8")
+    recipe = load_recipe(str(path))
+    assert recipe.generate.stop == stop
+    assert load_recipe(str(save_resolved(recipe, tmp_path))) == recipe
 
 
 @pytest.mark.parametrize("setting", setting_fields().values(), ids=lambda setting: setting.key)

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.infer import attention
-from jacobi_llm.infer.attention import ATTENTION_NAME, Bucket, PassLayout, paged_attention, running_pass
+from jacobi_llm.infer.attention import ATTENTION_NAME, Bucket, PassLayout, SdpaBackend, paged_attention, running_pass
 from jacobi_llm.infer.kv_pages import KVCache
 from jacobi_llm.infer.model_runner import ModelRunner
+from jacobi_llm.infer.native_attention import NativeBackend
 from jacobi_llm.infer.row_group import RowGroup
 
 CPU = torch.device("cpu")
@@ -308,14 +309,22 @@ def test_outside_a_pass_it_says_so() -> None:
         paged_attention(Layer(), *torch.zeros(3, 1, 4, 1, 4), attention_mask=None)
 
 
+@pytest.mark.parametrize("kind", ["sdpa", "native"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "gpt_neox", "opt"])
-def test_branches_and_guess_rows_equal_plain_forwards(family: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_branches_and_guess_rows_equal_plain_forwards(
+    family: str, kind: str, tiny_model: Callable[..., PreTrainedModel]
+) -> None:
     """Logits of every kind of group equal those of the whole text read by transformers alone."""
     model = tiny_model(family)
     draw = random.Random(1)
     text = [draw.randrange(3, 250) for _ in range(23)]
-    cache = KVCache(12, 4, model.dtype, CPU)
-    runner = ModelRunner(model, cache)
+    page_size = 4 if kind == "sdpa" else 16
+    if kind == "sdpa":
+        cache: KVCache | NativeBackend = KVCache(12, page_size, model.dtype, CPU)
+        runner = ModelRunner(model, SdpaBackend(cache))
+    else:
+        cache = NativeBackend(12, page_size, model.dtype)
+        runner = ModelRunner(model, cache)
     table, other = [9, 2, 7, 4, 11, 0, 5], [1, 3, 6]
     runner.forward([RowGroup(table, 0, text[:10], num_logit_rows=0), RowGroup(other, 0, text[5:9], num_logit_rows=0)])
     runner.forward([RowGroup(table, 10, text[10:19], num_logit_rows=0)])
@@ -334,18 +343,18 @@ def test_branches_and_guess_rows_equal_plain_forwards(family: str, tiny_model: C
         with torch.inference_mode():
             expected = model(torch.tensor([whole]), use_cache=False).logits[0, -group.num_logit_rows :]
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
-    written = {table[position // 4] * 4 + position % 4 for position in range(19, 23)} | {
-        other[1] * 4 + i for i in range(3)
-    }
+    written = {(table[position // page_size], position % page_size) for position in range(19, 23)}
+    written |= {(other[position // page_size], position % page_size) for position in range(4, 7)}
     for layer, keys in before.items():
-        changed = (keys != cache.keys[layer]).any(dim=(1, 2)).nonzero().flatten().tolist()
-        assert set(changed) == written
+        differs = keys != cache.keys[layer]
+        by_slot = differs.any(dim=(1, 2)).flatten().nonzero().flatten().tolist()
+        assert {divmod(slot, page_size) for slot in by_slot} == written
 
 
 def test_the_models_own_attention_is_put_back(tiny_model: Callable[..., PreTrainedModel]) -> None:
     model = tiny_model("llama")
-    runner = ModelRunner(model, KVCache(2, 4, model.dtype, CPU))
-    with runner._paged_attention():
+    runner = ModelRunner(model, SdpaBackend(KVCache(2, 4, model.dtype, CPU)))
+    with runner._own_attention():
         assert model.config._attn_implementation == ATTENTION_NAME
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(IndexError):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jacobi_llm.configs.errors import UsageError
-from jacobi_llm.configs.schema import BenchConfig, DecodeMode, EngineConfig
+from jacobi_llm.configs.schema import Auto, BenchConfig, DecodeMode, EngineConfig
 from jacobi_llm.infer import cli
 from jacobi_llm.infer.bench import make_cells, run_cells
 from jacobi_llm.infer.bench_cell import Cell, summarise
@@ -111,6 +111,9 @@ def test_cells_always_hold_plain_ar_once() -> None:
         (4, "sliding 8"),
         (4, "block 8"),
     ]
+    auto = BenchConfig(batch_sizes=[1], windows=[Auto.AUTO, 8], modes=[DecodeMode.SLIDING, DecodeMode.BLOCK])
+    labels = [cell.label for cell in make_cells(auto, 4)]
+    assert labels == ["AR", "sliding 8", "sliding auto", "block 8"], "a block has a fixed length"
     with pytest.raises(UsageError, match="4 requests in flight need as many prompts, there are 3"):
         make_cells(config, 3)
 
@@ -160,7 +163,7 @@ def test_table_on_standard_output(bench_flags: list[str], capsys: pytest.Capture
     ("flags", "message"),
     [
         (["--batch-sizes", "8"], "bench.num_prompts"),
-        (["--windows", "0"], "windows must all be at least 1"),
+        (["--windows", "0"], "--windows 0: it must be at least 1"),
     ],
 )
 def test_wrong_requests(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.schema import DecodeMode, FillPolicy
-from jacobi_llm.infer import scheduler as scheduler_module
+from jacobi_llm.infer import fill as fill_module
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.models import LoadedModel
 from jacobi_llm.infer.request import DecodeParams, Request
@@ -168,9 +168,7 @@ def test_d13_rows_that_accept_different_counts(loaded: LoadedModel, monkeypatch:
         for i, (n, tokens) in enumerate([(7, 40), (21, 40), (2, 5)])
     ]
     expected = [decode_ar(loaded.model, r.prompt_ids, r.params.max_tokens) for r in requests]
-    monkeypatch.setattr(
-        scheduler_module, "fill_guesses", oracle_fill(dict(enumerate(expected)), {0: 0.0, 1: 1.0, 2: 0.5})
-    )
+    monkeypatch.setattr(fill_module, "fill_guesses", oracle_fill(dict(enumerate(expected)), {0: 0.0, 1: 1.0, 2: 0.5}))
     tape = run_checked(make_engine(loaded), requests)
     assert [list(tape.outputs[str(i)].token_ids) for i in range(3)] == expected
     assert tape.outputs["0"].forward_passes == 5
@@ -199,7 +197,7 @@ def test_right_guesses_give_a_window_per_pass(
     loaded: LoadedModel, prompts: list[tuple[int, ...]], window: int, mode: DecodeMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = decode_ar(loaded.model, prompts[7], 64)
-    monkeypatch.setattr(scheduler_module, "fill_guesses", oracle_fill({3: answer}, {3: 0.0}))
+    monkeypatch.setattr(fill_module, "fill_guesses", oracle_fill({3: answer}, {3: 0.0}))
     tape = run_checked(make_engine(loaded), [make_request("a", prompts[7], 64, window=window, mode=mode, seed=3)])
     output = tape.outputs["a"]
     assert list(output.token_ids) == answer
@@ -220,7 +218,7 @@ def test_wrong_guesses_change_the_speed_only(
 ) -> None:
     expected = [decode_ar(loaded.model, prompt, 40) for prompt in prompts[:6]]
     fill = oracle_fill(dict(enumerate(expected)), dict.fromkeys(range(6), error_rate))
-    monkeypatch.setattr(scheduler_module, "fill_guesses", fill)
+    monkeypatch.setattr(fill_module, "fill_guesses", fill)
     requests = [make_request(str(i), p, 40, window=window, mode=mode, seed=i) for i, p in enumerate(prompts[:6])]
     tape = run_checked(make_engine(loaded), requests)
     for i, answer in enumerate(expected):
@@ -238,7 +236,7 @@ def test_d05_eos_at_every_place(loaded: LoadedModel, k: int, monkeypatch: pytest
     """All 15 guesses are right, so the EOS is accepted in mid-window; nothing behind it is left anywhere."""
     prompt, answer = DISTINCT
     assert decode_ar(loaded.model, prompt, 30) == answer
-    monkeypatch.setattr(scheduler_module, "fill_guesses", oracle_fill({0: answer}, {0: 0.0}))
+    monkeypatch.setattr(fill_module, "fill_guesses", oracle_fill({0: answer}, {0: 0.0}))
     for stops in ({answer[k - 1]}, {answer[k - 1], answer[18]}, {answer[k - 1], 1}):
         engine = make_engine(loaded)
         request = make_request("a", prompt, 30, window=16, stop_token_ids=frozenset(stops), keep_pages=True)
@@ -264,7 +262,7 @@ def test_d06_budgets_are_met_exactly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt, answer = prompts[4], answers[prompts[4]]
-    monkeypatch.setattr(scheduler_module, "fill_guesses", oracle_fill({0: answer}, {0: error_rate}))
+    monkeypatch.setattr(fill_module, "fill_guesses", oracle_fill({0: answer}, {0: error_rate}))
     engine = make_engine(loaded)
     for mode in DecodeMode:
         for max_tokens in sorted({1, 2, max(window - 1, 1), window, window + 1, 17, 2 * window}):
@@ -474,7 +472,7 @@ def test_bad_requests_are_refused_and_leave_the_engine_well(
         (Request("a", (5,) * MAX_CONTEXT, params), "256 prompt tokens leave no room in the context of 256"),
         (Request("a", (5, VOCAB_SIZE), params), f"token id {VOCAB_SIZE} .* vocabulary of {VOCAB_SIZE}"),
         (Request("a", (5, -1), params), f"token id -1 .* vocabulary of {VOCAB_SIZE}"),
-        (Request("a", (5,), params, adapter="lora"), "adapters chosen per request are not supported yet"),
+        (Request("a", (5,), params, adapter="lora"), "no adapter 'lora'; none is loaded"),
     ]:
         with pytest.raises(UsageError, match=message):
             engine.add_request(request)

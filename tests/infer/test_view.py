@@ -1,78 +1,14 @@
-"""Detokenising piece by piece, and the coloured view of an answer."""
+"""The coloured view of an answer."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from jacobi_llm.infer.detokenizer import Detokenizer, decode, token_texts
 from jacobi_llm.infer.view import render_ansi, render_html
-from tests.tiny_models import tiny_tokenizer
 
-BYTE_TOKENIZER = tiny_tokenizer()
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer in SentencePiece's manner: a space before each word, single bytes for what has no token."""
-    words = ["<s>", "\u2581Hello", "\u2581world", "!", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
-
-
-def ids_of(text: str) -> list[int]:
-    return list(BYTE_TOKENIZER(text, add_special_tokens=False)["input_ids"])
-
-
-@given(st.text(max_size=40), st.integers(1, 5))
-def test_pieces_join_to_the_text_and_never_show_half_a_character(text: str, step: int) -> None:
-    ids = ids_of(text)
-    detokenizer = Detokenizer(BYTE_TOKENIZER)
-    pieces = [detokenizer.push(ids[start : start + step]) for start in range(0, len(ids), step)]
-    assert "".join(pieces) + detokenizer.finish() == text
-    if "\ufffd" not in text:
-        assert not any("\ufffd" in piece for piece in pieces)
-
-
-@given(st.lists(st.integers(0, 258), max_size=40))
-def test_any_bytes_give_the_text_of_the_whole(ids: list[int]) -> None:
-    assert "".join(token_texts(BYTE_TOKENIZER, ids)) == decode(BYTE_TOKENIZER, ids)
-
-
-def test_text_goes_on_after_broken_bytes() -> None:
-    broken = ids_of("é")[:1]
-    detokenizer = Detokenizer(BYTE_TOKENIZER)
-    assert detokenizer.push(broken) == ""
-    assert detokenizer.push(ids_of("a")) == "\ufffda"
-    assert detokenizer.push(ids_of("b")) == "b"
-
-
-def test_a_cut_character_appears_at_the_end() -> None:
-    detokenizer = Detokenizer(BYTE_TOKENIZER)
-    assert detokenizer.push(ids_of("ab😀")[:-1]) == "ab"
-    assert detokenizer.finish() == "\ufffd"
-
-
-def test_special_tokens_are_left_out_unless_asked_for() -> None:
-    ids = [*ids_of("ok"), 2]
-    assert decode(BYTE_TOKENIZER, ids) == "ok"
-    assert token_texts(BYTE_TOKENIZER, ids) == ["o", "k", ""]
-    assert token_texts(BYTE_TOKENIZER, ids, keep_special=True) == ["o", "k", "<|im_end|>"]
-
-
-def test_spaces_between_words_survive_a_tokenizer_that_strips_the_first() -> None:
-    tokenizer: PreTrainedTokenizerBase = byte_fallback_tokenizer()
-    ids = [1, 2, 3, 2, *(4 + byte for byte in "é".encode()), 1]
-    assert token_texts(tokenizer, ids) == ["Hello", " world", "!", " world", "", "é", " Hello"]
-    assert "".join(token_texts(tokenizer, ids)) == decode(tokenizer, ids)
 
 
 def test_ansi_colours_by_pass_and_counts() -> None:
