@@ -14,7 +14,7 @@ from jacobi_llm.configs.errors import UsageError
 OURS = "jacobi"
 # The settings that are tried where none is chosen: which is the fastest depends on the machine.
 VARIANTS = {
-    "vllm": ("compiled", "eager", "compiled-one-process"),
+    "vllm": ("compiled", "compiled-iomp", "compiled-one-process", "compiled-one-process-iomp", "eager"),
     "transformers": ("dynamic", "static", "eager"),
 }
 ROW_TARGET = 1.45

@@ -106,7 +106,10 @@ class Worker:
         return family_cpu_s(self._process.pid)
 
     def close(self) -> None:
-        """End the engine and all processes of its group."""
+        """End the engine and all processes of its group; a second call does nothing."""
+        if self._replies.closed:
+            # Its number may be that of another process by now.
+            return
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             self._commands.close()
