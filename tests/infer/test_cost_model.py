@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jacobi_llm.infer import calibration
 from jacobi_llm.infer.cost_model import CostModel, PassTimes, never_decreasing
+from jacobi_llm.infer.request import DecodeParams, Request
 from tests.infer.decoding import make_engine
 from tests.tiny_models import tiny_loaded
 
@@ -112,3 +113,14 @@ def test_a_pool_of_a_few_pages_is_calibrated_too() -> None:
         times = calibration.calibrate(engine.runner, engine.pool, 2048)
     assert times.num_rows[-1] <= 6 * 16 - calibration.CONTEXT_TOKENS
     assert times.per_context_token_s == 0.0
+
+
+def test_pages_that_calibration_wrote_are_not_shared() -> None:
+    engine = make_engine(tiny_loaded(dtype=torch.float64), num_pages=8)
+    prompt_ids = tuple(range(3, 70))
+    params = DecodeParams(8, 1)
+    first = engine.generate([Request("first", prompt_ids, params)])
+    with mock.patch.object(calibration, "MOST_SECONDS", 0.1):
+        calibration.calibrate(engine.runner, engine.pool, 64)
+    assert engine.generate([Request("second", prompt_ids, params)])[0].token_ids == first[0].token_ids
+    engine.check_integrity()
