@@ -1,9 +1,9 @@
 """The harness of all console commands: flags made from the schema, one loader, errors as plain lines.
 
 A command names the sections that it reads; every setting of those becomes a flag ``--section.key``, and those of the
-first section also ``--key``. All faults of the flags, of the recipe and of the values are reported at once. Only the
-standard library, pydantic and yaml are imported here, and a command's own module only when it runs, so that ``--help``
-answers at once.
+first section, and of the engine, also ``--key``. All faults of the flags, of the recipe and of the values are reported
+at once. Only the standard library, pydantic and yaml are imported here, and a command's own module only when it runs,
+so that ``--help`` answers at once.
 
 Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted, 141 the reader of a pipe went away.
 """
@@ -44,6 +44,7 @@ _EXTRA_OF_MODULE = {
 }
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _FORMAT_SHORTHANDS = ("chat", "raw")
+_ENGINE = "engine"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Command:
     Attributes:
         name: the word after the program's name.
         summary: one line for the help.
-        sections: sections of the recipe that it reads; the first one's settings have short flags too.
+        sections: sections of the recipe that it reads; settings of the first one and of the engine have short flags too.
         run: ``module:function``, imported when the command runs; called with (recipe, options), returns the exit code.
         example: one command line for the help.
         supports_json: whether ``--json`` is a flag of it.
@@ -233,14 +234,21 @@ def _switches(command: Command) -> dict[str, str]:
 
 
 def _flag_fields(command: Command) -> dict[str, SettingField]:
-    """Settings by normalised flag name, without dashes: all as ``section.key``, the first section's as ``key`` too."""
-    fields: dict[str, SettingField] = {}
-    for setting in setting_fields().values():
-        if setting.section in command.sections:
-            fields[setting.key] = setting
-            if setting.section == command.sections[0]:
-                fields[setting.name] = setting
+    """Settings by normalised flag name, without dashes: as ``section.key``, and as ``key`` where that is short for it."""
+    settings = [setting for setting in setting_fields().values() if setting.section in command.sections]
+    fields = {setting.key: setting for setting in settings}
+    fields.update({setting.name: setting for setting in settings if _has_short_flag(command, setting)})
     return fields
+
+
+def _has_short_flag(command: Command, setting: SettingField) -> bool:
+    """Whether ``--key`` alone names it: settings of the first section, and those of the engine that it has no namesake
+    of.
+    """
+    primary = command.sections[0]
+    return setting.section == primary or (
+        setting.section == _ENGINE and f"{primary}.{setting.name}" not in setting_fields()
+    )
 
 
 def _shorthands(command: Command) -> dict[str, SettingField]:
@@ -372,7 +380,7 @@ def _command_help(usage: str, command: Command) -> str:
         prog=usage,
         usage=f"{usage} [--config NAME|FILE] [flags]",
         description=f"{command.summary}\n\nFlags win over the recipe, the recipe over the defaults shown here. "
-        f"- and _ are alike in flags.\nEvery flag of {primary} can also be written --{primary}.KEY, as in the recipe.\n"
+        f"- and _ are alike in flags.\nEvery flag of {primary} can also be written --{primary}.KEY, as in the recipe (--engine.KEY for the engine's).\n"
         "A true|false flag may stand alone, or as --no-KEY.",
         epilog=f"example:\n  {command.example}",
         formatter_class=_HelpFormatter,
@@ -392,7 +400,7 @@ def _command_help(usage: str, command: Command) -> str:
             if setting.key == f"{primary}.format":
                 group.add_argument("--chat", action="store_true", help="the same as --format chat")
                 group.add_argument("--raw", action="store_true", help="the same as --format raw")
-            flag = _dashed(setting.name if section == primary else setting.key)
+            flag = _dashed(setting.name if _has_short_flag(command, setting) else setting.key)
             # argparse expands %, and has its own idea of defaults
             text = f"{setting.info.description} (default: {setting.default_text()})".replace("%", "%%")
             group.add_argument(flag, metavar=_metavar(setting), help=text, dest=setting.key)

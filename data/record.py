@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -36,7 +38,7 @@ ARROW_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Block:
-    """Block b of a completion, tokens ``start .. start + len(state) - 1``.
+    """Block b of a completion, from ``start`` to where the next block starts or the completion ends.
 
     Attributes:
         start: index of the block's first token in the completion.
@@ -59,7 +61,8 @@ class Trajectory:
         finish_reason: stop or length.
         window: block size n (tokens).
         target_source: whether y* was decoded by the model or given.
-        blocks: in order of ``start``; they cover the completion.
+        blocks: in order of ``start``; they cover the completion. All have n tokens, but the last, and, where block
+            starts are jittered, the first.
     """
 
     id: str
@@ -74,7 +77,16 @@ class Trajectory:
 
     def target_of(self, block: Block) -> list[int]:
         """y*'s tokens of ``block``."""
-        return self.completion_ids[block.start : block.start + self.window]
+        return self.completion_ids[block.start : self.end_of(block)]
+
+    def end_of(self, block: Block) -> int:
+        """Index in the completion behind the block's last token."""
+        following = bisect_right(self._starts, block.start)
+        return self._starts[following] if following < len(self._starts) else len(self.completion_ids)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [block.start for block in self.blocks]
 
     def fixed_point_of(self, block: Block) -> list[int]:
         """The state the model's iteration ends in."""
@@ -98,13 +110,14 @@ class Trajectory:
         """
         if not self.prompt_ids or not self.completion_ids:
             raise RunError(f"trajectory {self.id}: the prompt or the completion is empty")
-        next_start = 0
+        if not self.blocks or self.blocks[0].start != 0:
+            raise RunError(f"trajectory {self.id}: no block starts at 0")
         for number, block in enumerate(self.blocks):
             where = f"trajectory {self.id}, block {number}"
-            if block.start != next_start:
-                raise RunError(f"{where}: starts at {block.start}, expected {next_start}")
             target = self.target_of(block)
-            next_start += len(target)
+            is_inner = 0 < number < len(self.blocks) - 1
+            if not 0 < len(target) <= self.window or (is_inner and len(target) < self.window):
+                raise RunError(f"{where}: has {len(target)} tokens, the window is {self.window}")
             end = self.fixed_point_of(block)
             if any(len(state) != len(target) for state in [*block.states, end]):
                 raise RunError(f"{where}: a state is not {len(target)} tokens long")
@@ -112,5 +125,3 @@ class Trajectory:
                 raise RunError(f"{where}: a state equals the next one before the fixed point")
             if block.fixed_point == target:
                 raise RunError(f"{where}: a fixed point is stored although it equals y*")
-        if next_start != len(self.completion_ids):
-            raise RunError(f"trajectory {self.id}: blocks cover {next_start} of {len(self.completion_ids)} tokens")

@@ -75,11 +75,16 @@ def test_spellings_of_one_flag(seen: Seen, arguments: list[str]) -> None:
     assert options.explicit == {"collect.max_tokens"}
 
 
-def test_sections_after_the_first_have_long_flags_only(seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, _ = collect(seen, ["--engine.page-size", "32"])
+@pytest.mark.parametrize("flag", ["--page-size", "--engine.page-size", "--engine.page_size"])
+def test_engine_settings_have_short_flags(seen: Seen, flag: str) -> None:
+    recipe, options = collect(seen, [flag, "32"])
     assert recipe.engine.page_size == 32
-    assert data_cli.main(["collect", "--page-size", "32"]) == 2
-    assert errors(capsys) == ["error: unknown flag --page-size (did you mean --engine.page_size?)"]
+    assert options.explicit == {"engine.page_size"}
+
+
+def test_other_sections_after_the_first_have_long_flags_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_cli.main(["eval", "--lr", "0.1"]) == 2
+    assert errors(capsys) == ["error: unknown flag --lr (did you mean --train.lr?)"]
 
 
 def test_format_shorthands(seen: Seen) -> None:

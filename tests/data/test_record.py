@@ -34,6 +34,12 @@ def test_check_passes_and_the_views_agree() -> None:
     assert GOOD.fixed_point_of(GOOD.blocks[1]) == [4, 6]
 
 
+def test_a_jittered_first_block_is_short() -> None:
+    row = replace(GOOD, blocks=[Block(0, [[9]], None), Block(1, [[9, 9, 9]], None), Block(4, [], None)])
+    row.check()
+    assert [row.target_of(block) for block in row.blocks] == [[1], [2, 3, 4], [5]]
+
+
 def test_row_survives_arrow() -> None:
     table = pa.Table.from_pylist([GOOD.to_row()], schema=ARROW_SCHEMA)
     assert [Trajectory.from_row(row) for row in table.to_pylist()] == [GOOD]
@@ -44,8 +50,11 @@ def test_row_survives_arrow() -> None:
     [
         ({"completion_ids": []}, "empty"),
         ({"prompt_ids": []}, "empty"),
-        ({"blocks": GOOD.blocks[:1]}, "cover 3 of 5"),
-        ({"blocks": [GOOD.blocks[1], GOOD.blocks[0]]}, "block 0: starts at 3"),
+        ({"blocks": []}, "no block starts at 0"),
+        ({"blocks": GOOD.blocks[:1]}, "block 0: has 5 tokens, the window is 3"),
+        ({"blocks": GOOD.blocks[1:]}, "no block starts at 0"),
+        ({"blocks": [GOOD.blocks[0], Block(2, [[9]], None), GOOD.blocks[1]]}, "block 1: has 1 tokens"),
+        ({"blocks": [GOOD.blocks[0], Block(5, [], None)]}, "block 1: has 0 tokens"),
         ({"blocks": [Block(0, [[9, 9]], None), GOOD.blocks[1]]}, "block 0: a state is not 3"),
         ({"blocks": [GOOD.blocks[0], Block(3, [[9, 9]], [4])]}, "block 1: a state is not 2"),
         ({"blocks": [Block(0, [[9, 9, 9], [9, 9, 9]], None), GOOD.blocks[1]]}, "equals the next"),
