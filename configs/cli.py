@@ -54,7 +54,7 @@ class Command:
     Attributes:
         name: the word after the program's name.
         summary: one line for the help.
-        sections: sections of the recipe that it reads; settings of the first one and of the engine have short flags too.
+        sections: sections of the recipe that it reads; the first one's and the engine's settings have short flags too.
         run: ``module:function``, imported when the command runs; called with (recipe, options), returns the exit code.
         example: one command line for the help.
         supports_json: whether ``--json`` is a flag of it.
@@ -234,7 +234,7 @@ def _switches(command: Command) -> dict[str, str]:
 
 
 def _flag_fields(command: Command) -> dict[str, SettingField]:
-    """Settings by normalised flag name, without dashes: as ``section.key``, and as ``key`` where that is short for it."""
+    """Settings by normalised flag name, without dashes: as ``section.key``, and as ``key`` where that is short."""
     settings = [setting for setting in setting_fields().values() if setting.section in command.sections]
     fields = {setting.key: setting for setting in settings}
     fields.update({setting.name: setting for setting in settings if _has_short_flag(command, setting)})
@@ -380,7 +380,8 @@ def _command_help(usage: str, command: Command) -> str:
         prog=usage,
         usage=f"{usage} [--config NAME|FILE] [flags]",
         description=f"{command.summary}\n\nFlags win over the recipe, the recipe over the defaults shown here. "
-        f"- and _ are alike in flags.\nEvery flag of {primary} can also be written --{primary}.KEY, as in the recipe (--engine.KEY for the engine's).\n"
+        f"- and _ are alike in flags.\nEvery flag of {primary} can also be written --{primary}.KEY, as in the recipe "
+        "(--engine.KEY for the engine's).\n"
         "A true|false flag may stand alone, or as --no-KEY.",
         epilog=f"example:\n  {command.example}",
         formatter_class=_HelpFormatter,

@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 # Where nothing is known. Low, so that a model that guesses badly is found out cheaply.
-_DEFAULT_PRIOR = {GuessKind.CARRIED: 0.6, GuessKind.MATCHED: 0.5, GuessKind.BLIND: 0.3}
+_DEFAULT_PRIOR = {GuessKind.CARRIED: 0.4, GuessKind.MATCHED: 0.4, GuessKind.BLIND: 0.1}
 # Weights in observations: of the prior, of the mean over depths, of the other requests.
 _PRIOR_WEIGHT = 4.0
 _DEPTH_WEIGHT = 4.0

@@ -19,7 +19,7 @@ import jacobi_llm
 from jacobi_llm.configs.errors import RunError
 from jacobi_llm.configs.files import write_atomically
 from jacobi_llm.configs.schema import EngineConfig
-from jacobi_llm.infer.cost_model import PassTimes, never_decreasing
+from jacobi_llm.infer.cost_model import PassTimes
 from jacobi_llm.infer.embedded import cache_dir
 from jacobi_llm.infer.environment import cpu_model
 from jacobi_llm.infer.kv_pages import PagePool
@@ -27,10 +27,13 @@ from jacobi_llm.infer.model_runner import ModelRunner
 from jacobi_llm.infer.row_group import RowGroup
 from jacobi_llm.infer.sampler import greedy_ids
 
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Kernels take 16 rows at a time: a seventeenth costs more than the eighteenth. Others take 6, and are slow with 1 or 2.
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64, 96, 128, 192, 256)
 CONTEXT_TOKENS = 64
 LONG_CONTEXT_TOKENS = 512
 NUM_REQUESTS = 8
+# Of each of several requests.
+LONG_SHARED_CONTEXT_TOKENS = 256
 MOST_SECONDS = 8.0
 MOST_SWEEPS = 9
 LEAST_TOLD_SECONDS = 0.5
@@ -64,7 +67,7 @@ def pass_times(runner: ModelRunner, pool: PagePool, config: EngineConfig) -> Pas
 
 
 def calibrate(runner: ModelRunner, pool: PagePool, max_num_rows: int) -> PassTimes:
-    """Measure passes of one request with more and more rows, with a long context, and of several requests.
+    """Measure passes of one request with more and more rows, with a long context, and of several requests with both.
 
     All kinds of pass are run once after the other, again and again until the time is up, and medians are taken: a
     machine that is slow for a moment is then slow for all of them. Numbers of rows that would take too long are left
@@ -75,17 +78,23 @@ def calibrate(runner: ModelRunner, pool: PagePool, max_num_rows: int) -> PassTim
         **{f"{num_rows} rows": shape for num_rows, shape in by_rows.items()},
         "long": _Shape(1, 1, LONG_CONTEXT_TOKENS),
         "requests": _Shape(NUM_REQUESTS, 1, CONTEXT_TOKENS),
+        "long requests": _Shape(NUM_REQUESTS, 1, LONG_SHARED_CONTEXT_TOKENS),
     }
     seconds = _measure(runner, pool, {name: shape for name, shape in shapes.items() if shape.fits(pool)})
     num_rows = [rows for rows in by_rows if f"{rows} rows" in seconds]
-    smooth = never_decreasing([seconds[f"{rows} rows"] for rows in num_rows])
-    per_token_s = per_request_s = 0.0
+    by_rows_s = [seconds[f"{rows} rows"] for rows in num_rows]
+    alone_s = shared_s = per_request_s = 0.0
     if "long" in seconds:
-        per_token_s = max(seconds["long"] - smooth[0], 0.0) / (LONG_CONTEXT_TOKENS - CONTEXT_TOKENS)
+        alone_s = shared_s = max(seconds["long"] - by_rows_s[0], 0.0) / (LONG_CONTEXT_TOKENS - CONTEXT_TOKENS)
     if "requests" in seconds and NUM_REQUESTS in num_rows:
-        extra_s = seconds["requests"] - smooth[num_rows.index(NUM_REQUESTS)]
-        per_request_s = max(extra_s / (NUM_REQUESTS - 1) - per_token_s * CONTEXT_TOKENS, 0.0)
-    return PassTimes(tuple(num_rows), tuple(smooth), CONTEXT_TOKENS, per_request_s, per_token_s)
+        together_s = alone_s
+        if "long requests" in seconds:
+            num_tokens = NUM_REQUESTS * (LONG_SHARED_CONTEXT_TOKENS - CONTEXT_TOKENS)
+            together_s = max(seconds["long requests"] - seconds["requests"], 0.0) / num_tokens
+            shared_s = max((NUM_REQUESTS * together_s - alone_s) / (NUM_REQUESTS - 1), 0.0)
+        extra_s = seconds["requests"] - by_rows_s[num_rows.index(NUM_REQUESTS)]
+        per_request_s = max(extra_s / (NUM_REQUESTS - 1) - together_s * CONTEXT_TOKENS, 0.0)
+    return PassTimes(tuple(num_rows), tuple(by_rows_s), CONTEXT_TOKENS, per_request_s, alone_s, shared_s)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,16 +26,19 @@ _LARGEST_DRIFT = math.log(8.0)
 class PassTimes:
     """What a calibration measured.
 
-    T(R, S, C) = t(R) + (S - 1) * per_request_s + (C - context) * per_context_token_s, with t linear between the
-    measured points: steps (tiles of a kernel, captured graphs) stay where they were measured. Neglected are that
-    context costs more for more rows, padding between requests of different length, and what a sampler adds.
+    T(R, S, C) = t(R) + (S - 1) * per_request_s + (C - context) * c(S), with t linear between the measured points: steps
+    (tiles of a kernel, captured graphs) stay where they were measured. A token of context costs
+    c(S) = shared + (alone - shared) / S: one request's heads keep the cores less busy than several requests do.
+    Neglected are that context costs more for more rows, padding between requests of different length, and what a
+    sampler adds.
 
     Attributes:
         num_rows: ascending, from 1.
-        seconds: t at those, one request, never decreasing.
+        seconds: t at those, one request. More rows may take less: kernels for one row are not always the fastest.
         num_context_tokens: context of that request (tokens).
         per_request_s: seconds that each further request adds at the same number of rows.
-        per_context_token_s: seconds for a token of context.
+        per_context_token_s: seconds for a token of context of a request alone ("alone").
+        per_shared_context_token_s: the same with very many requests ("shared").
     """
 
     num_rows: tuple[int, ...]
@@ -44,6 +46,7 @@ class PassTimes:
     num_context_tokens: int
     per_request_s: float
     per_context_token_s: float
+    per_shared_context_token_s: float
 
     def __post_init__(self) -> None:
         if len(self.num_rows) != len(self.seconds) or len(self.num_rows) < 2 or min(self.seconds) <= 0:
@@ -88,8 +91,11 @@ class CostModel:
         return left + share * (right - left) + self._offset(num_requests, num_context_tokens)
 
     def _offset(self, num_requests: int, num_context_tokens: int) -> float:
-        context = max(num_context_tokens - self.times.num_context_tokens, 0)
-        return (num_requests - 1) * self.times.per_request_s + context * self.times.per_context_token_s
+        times = self.times
+        context = max(num_context_tokens - times.num_context_tokens, 0)
+        shared_s = times.per_shared_context_token_s
+        per_token_s = shared_s + (times.per_context_token_s - shared_s) / num_requests
+        return (num_requests - 1) * times.per_request_s + context * per_token_s
 
     def observe(self, num_rows: int, num_requests: int, num_context_tokens: int, measured_s: float) -> None:
         """Learn from a decoding pass that ran."""
@@ -113,17 +119,6 @@ class CostModel:
         self._num_seen[point] += weight
         self._corrections[point] = _clip(self._corrections[point] + rate * weight * error, _LARGEST_CORRECTION)
         self._now[point] = self._calibrated[point] * math.exp(self._corrections[point])
-
-
-def never_decreasing(values: Sequence[float]) -> list[float]:
-    """Nearest sequence (least squares) that never decreases: pool adjacent violators (Ayer et al. 1955)."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pools.append((value, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (right, num_right), (left, num_left) = pools.pop(), pools.pop()
-            pools.append(((left * num_left + right * num_right) / (num_left + num_right), num_left + num_right))
-    return [mean for mean, count in pools for _ in range(count)]
 
 
 def _clip(value: float, bound: float) -> float:

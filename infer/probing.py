@@ -10,7 +10,10 @@ AFTER_STEPS = 32
 # The first of these passes has no carried guesses to try, the others do.
 NUM_STEPS = 3
 NUM_GUESSES = 3
-COST_SHARE = 0.01
+COST_SHARE = 0.005
+# At first nothing is known: so many probes start at once, on credit of this share of a pass.
+NUM_FIRST = 4
+FIRST_COST_SHARE = 0.5
 # Credit may be saved up for so many probes, so that not all of them come at once.
 _MOST_SAVED = 2
 
@@ -27,12 +30,18 @@ class Probing:
         self.num_started = 0
         self.spent_s = 0.0
         self.passed_s = 0.0
-        self._credit_s = 0.0
+        self._credit_s: float | None = None
         self._idle_steps: dict[int, int] = {}
         self._steps_left: dict[int, int] = {}
 
     def add(
-        self, guesses: list[int], slots: Sequence[int], most: Sequence[int], load: tuple[int, int, int], cost: CostModel
+        self,
+        guesses: list[int],
+        slots: Sequence[int],
+        most: Sequence[int],
+        load: tuple[int, int, int],
+        cost: CostModel,
+        num_steps: int = 1,
     ) -> None:
         """Add probes to the guesses of a pass, in place.
 
@@ -42,21 +51,24 @@ class Probing:
             most: [S], guesses that each of them can have.
             load: rows without any guesses, requests, and context tokens of the pass.
             cost: pass times.
+            num_steps: passes since the last call, all like this one.
         """
         num_rows, num_requests, num_context_tokens = load
         idle = self._idle_steps
         longest, oldest = 0, -1
         for index, (slot, count) in enumerate(zip(slots, guesses, strict=True)):
-            steps = idle[slot] = 0 if count else idle.get(slot, 0) + 1
+            steps = idle[slot] = 0 if count else idle.get(slot, 0) + num_steps
             if steps > longest and slot not in self._steps_left:
                 longest, oldest = steps, index
         rows = num_rows + sum(guesses)
         step_s = cost.predict_one(rows, num_requests, num_context_tokens)
         probe_s = cost.predict_one(rows + NUM_GUESSES, num_requests, num_context_tokens) - step_s
         price_s = NUM_STEPS * max(probe_s, 0.0)
-        self.passed_s += step_s
-        self._credit_s = min(self._credit_s + COST_SHARE * step_s, max(_MOST_SAVED * price_s, step_s))
-        if longest >= AFTER_STEPS and self._credit_s >= price_s:
+        self.passed_s += num_steps * step_s
+        saved_s = FIRST_COST_SHARE * step_s if self._credit_s is None else self._credit_s
+        self._credit_s = min(saved_s + num_steps * COST_SHARE * step_s, max(_MOST_SAVED * price_s, step_s))
+        is_due = longest >= (AFTER_STEPS if self.num_started >= NUM_FIRST else 1)
+        if is_due and self._credit_s >= price_s:
             self._steps_left[slots[oldest]] = NUM_STEPS
             idle[slots[oldest]] = 0
             self._credit_s -= price_s

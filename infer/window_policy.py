@@ -28,9 +28,13 @@ FLOOR = 0.97
 # What a row brings as a carried guess of the next pass counts so much, what it brings now the rest (from simulation).
 LATER_WEIGHT = 2 / 3
 # Guesses must promise at least this much more; below it, AR is as good and has no estimates that may be wrong.
-LEAST_GAIN = 1.02
+LEAST_GAIN = 1.04
 # With guesses all the time, a pass without any would never be timed again: one is run after so many steps.
 CHECK_AFTER_STEPS = (32, 64, 128, 256)
+# Planning costs what a row costs. Where it has just found that guesses do not pay, so many passes go by without it;
+# with few requests it is cheap, and what pays changes quickly.
+REST_STEPS = 3
+REST_FROM_REQUESTS = 8
 KEPT_STEPS = 16_384
 
 # Guesses of all requests together that are looked at, unless that leaves a request less than the second.
@@ -122,6 +126,8 @@ class AutoWindows:
         self._num_steps = 0
         self._num_checks = 0
         self._unchecked_steps = 0
+        self._rested_steps = 0
+        self._num_at_rest = 0
 
     def plan(
         self, sequences: Seq[Sequence], rows_available: int, fillers: Mapping[FillPolicy, Filler]
@@ -130,6 +136,8 @@ class AutoWindows:
         if not load.auto:
             return load.windows
         self._num_steps += 1
+        if self._rests(load):
+            return load.windows
         slots = [self._table.slot(sequence.request.id) for sequence in load.auto]
         guesses = self._best(load, slots, fillers)
         if any(guesses):
@@ -139,14 +147,13 @@ class AutoWindows:
                 self._unchecked_steps = 0
                 guesses = [0] * len(guesses)
         pass_load = (load.num_rows, load.num_requests, load.num_context_tokens)
-        self.probing.add(guesses, slots, load.most_guesses, pass_load, self.cost)
+        self.probing.add(guesses, slots, load.most_guesses, pass_load, self.cost, 1 + self._rested_steps)
+        is_at_rest = len(load.auto) >= REST_FROM_REQUESTS and not any(guesses)
+        self._num_at_rest = len(load.auto) if is_at_rest else 0
+        self._rested_steps = 0
         for sequence, num_guesses in zip(load.auto, guesses, strict=True):
             load.windows[sequence.request.id] = 1 + num_guesses
-        total = sum(guesses)
-        mean_window = 1 + total / len(load.auto)
-        self.history.append(
-            StepChoice(self._num_steps, load.num_requests, load.num_rows + total, mean_window, load.num_context_tokens)
-        )
+        self._note(load, sum(guesses))
         return load.windows
 
     def learn(self, sequence: Sequence, num_guesses: int, num_accepted: int) -> None:
@@ -166,6 +173,22 @@ class AutoWindows:
         if guessed is not None:
             self.probing.forget(guessed[0])
         self._table.forget(sequence.request.id)
+
+    def _rests(self, load: _Load) -> bool:
+        """Whether this pass goes without guesses because a plan for the same requests has just said so."""
+        if self._rested_steps >= REST_STEPS or len(load.auto) != self._num_at_rest:
+            return False
+        self._rested_steps += 1
+        self._note(load, 0)
+        return True
+
+    def _note(self, load: _Load, num_guesses: int) -> None:
+        mean_window = 1 + num_guesses / len(load.auto)
+        self.history.append(
+            StepChoice(
+                self._num_steps, load.num_requests, load.num_rows + num_guesses, mean_window, load.num_context_tokens
+            )
+        )
 
     def _best(self, load: _Load, slots: list[int], fillers: Mapping[FillPolicy, Filler]) -> list[int]:
         num_requests = len(load.auto)
@@ -187,6 +210,10 @@ class AutoWindows:
             gains_SD[np.arange(depth) >= np.array(load.most_guesses)[:, None]] = 0.0
         totals = _TOTALS[: _TOTALS.searchsorted(min(room, num_requests * depth), side="right")]
         seconds = self.cost.predict(load.num_rows + totals, load.num_requests, load.num_context_tokens)
+        if load.num_decode_rows < load.num_rows:
+            # Prompts have to be read whatever is guessed: their time must not make guesses look cheap.
+            ar_s = self.cost.predict_one(load.num_decode_rows, load.num_requests, load.num_context_tokens)
+            seconds += ar_s - seconds[0]
         guesses: list[int] = allocate(gains_SD, totals, seconds, floor=FLOOR, least_gain=LEAST_GAIN).tolist()
         return guesses
 
@@ -199,7 +226,8 @@ class _Load:
         windows: by request id; 1 where it is still to be chosen.
         auto: requests whose window is to be chosen and that can have a guess.
         most_guesses: [S] of those.
-        num_rows: rows without guesses of these requests.
+        num_rows: rows of the pass without guesses of these requests.
+        num_decode_rows: those of them that are no rows of a prompt.
         num_requests, num_context_tokens: of all requests.
         rows_available: rows of the pass.
     """
@@ -209,6 +237,7 @@ class _Load:
     auto: list[Sequence] = field(default_factory=list)
     most_guesses: list[int] = field(default_factory=list)
     num_rows: int = 0
+    num_decode_rows: int = 0
     num_requests: int = 0
     num_context_tokens: int = 0
 
@@ -224,9 +253,12 @@ class _Load:
             num_pending = committed_len - sequence.num_computed
             num_left = params.max_tokens - num_tokens - 1
             num_context_tokens += committed_len
+            load.num_decode_rows += 1
             if params.window is not None:
                 load.windows[request.id] = params.window
-                num_pending += min(params.window - 1, num_left)
+                num_guesses = min(params.window - 1, num_left)
+                num_pending += num_guesses
+                load.num_decode_rows += num_guesses
             else:
                 load.windows[request.id] = 1
                 if num_left > 0 and num_rows + num_pending < rows_available:
@@ -234,6 +266,7 @@ class _Load:
                     load.most_guesses.append(num_left)
             num_rows += num_pending
         load.num_rows = min(num_rows, rows_available)
+        load.num_decode_rows = min(load.num_decode_rows, load.num_rows)
         load.num_requests = len(sequences)
         load.num_context_tokens = num_context_tokens
         return load

@@ -43,7 +43,7 @@ MIXES = (
     ),
 )
 # Times of a machine that does not exist: windows of several rows pay, and no calibration has to run.
-_PASS_TIMES = PassTimes((1, 8, 32, 64), (1.0, 1.1, 1.6, 2.5), 64, 0.02, 0.0005)
+_PASS_TIMES = PassTimes((1, 8, 32, 64), (1.0, 1.1, 1.6, 2.5), 64, 0.02, 0.0005, 0.0005)
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jacobi_llm.infer import calibration
-from jacobi_llm.infer.cost_model import CostModel, PassTimes, never_decreasing
+from jacobi_llm.infer.cost_model import CostModel, PassTimes
 from jacobi_llm.infer.request import DecodeParams, Request
 from tests.infer.decoding import make_engine
 from tests.tiny_models import tiny_loaded
 
-TIMES = PassTimes((1, 8, 16, 64), (0.020, 0.021, 0.030, 0.080), 64, 1e-4, 1e-6)
+TIMES = PassTimes((1, 8, 16, 64), (0.020, 0.021, 0.030, 0.080), 64, 1e-4, 1e-6, 1e-6)
 
 
 def seconds(cost: CostModel, *num_rows: int, requests: int = 1, context: int = 64) -> list[float]:
@@ -30,15 +27,6 @@ def test_prediction_is_linear_between_the_points_and_goes_on_behind_them() -> No
     assert seconds(cost, 1, 8, 12, 16, 40) == pytest.approx([0.020, 0.021, 0.0255, 0.030, 0.055])
     assert seconds(cost, 112) == pytest.approx([0.080 + 48 * 0.05 / 48])
     assert seconds(cost, 16, requests=11, context=1064) == pytest.approx([0.030 + 10e-4 + 1e-3])
-
-
-@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=12))
-def test_never_decreasing_is_that_and_keeps_the_mean(values: list[float]) -> None:
-    smooth = never_decreasing(values)
-    assert all(left <= right + 1e-12 for left, right in pairwise(smooth))
-    assert sum(smooth) == pytest.approx(sum(values))
-    if sorted(values) == values:
-        assert smooth == values
 
 
 def test_a_slower_machine_changes_no_ratio() -> None:
@@ -82,7 +70,7 @@ def test_calibration_leaves_the_engine_as_it_was(tmp_path: Path, monkeypatch: py
     times = calibration.pass_times(engine.runner, engine.pool, engine.config)
     assert times.num_rows[:2] == (1, 2)
     assert times.num_rows[-1] <= 100
-    assert all(0 < a <= b for a, b in pairwise(times.seconds))
+    assert min(times.seconds) > 0
     assert (engine.runner.num_passes, engine.runner.num_rows) == (0, 0)
     engine.check_integrity()
     assert engine.pool.num_free == engine.pool.num_pages

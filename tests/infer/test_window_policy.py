@@ -28,7 +28,7 @@ from tests.tiny_models import VOCAB_SIZE, tiny_loaded
 # Seconds by rows, as measured on 2 cores with SmolLM2-135M: flat, then a slope.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = (0.0125, 0.0126, 0.0128, 0.0135, 0.0165, 0.022, 0.033, 0.060, 0.115)
-TIMES = PassTimes(ROWS, SECONDS, 64, 5e-5, 1e-7)
+TIMES = PassTimes(ROWS, SECONDS, 64, 5e-5, 1e-7, 1e-7)
 
 
 class StubFiller:
@@ -208,18 +208,18 @@ def test_a_text_that_becomes_predictable_is_found_out() -> None:
         AutoWindows(CostModel(STEEP)), lambda id: quality[0], lambda id: quality[0], CostModel(STEEP)
     )
     quality = [0.0]
-    simulation.add("a", 2000)
+    simulation.add("a", 6000)
     while simulation.tokens["a"] < 300:
         simulation.step()
     assert simulation.windows_by_step[-1]["a"] == 1
     quality[0] = 0.97
-    for _ in range(300):
+    for _ in range(1000):
         simulation.step()
     assert sum(windows["a"] for windows in simulation.windows_by_step[-20:]) / 20 > 4
 
 
 # Every row costs nearly as much as the first: only guesses that are mostly right pay.
-STEEP = PassTimes((1, 2, 64), (0.010, 0.0145, 0.2935), 64, 0.0, 0.0)
+STEEP = PassTimes((1, 2, 64), (0.010, 0.0145, 0.2935), 64, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("batch", [1, 16])
@@ -227,15 +227,15 @@ def test_probing_costs_at_most_its_share(batch: int) -> None:
     policy = AutoWindows(CostModel(STEEP))
     simulation = Simulation(policy, lambda id: 0.0, lambda id: 0.0, CostModel(STEEP))
     for number in range(batch):
-        simulation.add(str(number), 1500)
+        simulation.add(str(number), 4000)
     simulation.run()
     ar = Simulation(FixedWindows(), lambda id: 0.0, lambda id: 0.0, CostModel(STEEP))
     for number in range(batch):
-        ar.add(str(number), 1500, window=1)
+        ar.add(str(number), 4000, window=1)
     ar.run()
     assert policy.probing.num_started > 2
-    assert simulation.clock_s / ar.clock_s < 1.03
-    assert policy.probing.spent_s <= 0.011 * policy.probing.passed_s + 0.1
+    assert simulation.clock_s / ar.clock_s < 1.02
+    assert policy.probing.spent_s <= 0.0055 * policy.probing.passed_s + 0.1
 
 
 def test_probes_are_spread_over_the_requests() -> None:
@@ -248,7 +248,7 @@ def test_probes_are_spread_over_the_requests() -> None:
 
 def test_a_wrong_calibration_does_not_stay() -> None:
     """A neighbour was busy while one row was measured: more rows look free, and are not."""
-    wrong = PassTimes(ROWS, (*([0.06] * 7), 0.065, 0.115), 64, 5e-5, 1e-7)
+    wrong = PassTimes(ROWS, (*([0.06] * 7), 0.065, 0.115), 64, 5e-5, 1e-7, 1e-7)
     simulation = Simulation(AutoWindows(CostModel(wrong)), lambda id: 0.25, lambda id: 0.25)
     for number in range(8):
         simulation.add(str(number), 6000)
