@@ -69,6 +69,21 @@ class TargetSource(StrEnum):
     GIVEN = "given"
 
 
+class Augmentation(StrEnum):
+    """States that are made from the true ones, to train on more noise (``data/augmentation.py``)."""
+
+    NONE = "none"
+    CLLM = "cllm"
+    RANDOM_WRONG = "random-wrong"
+
+
+class Executor(StrEnum):
+    """What runs the workers of a collection: processes of this machine, or a Ray cluster."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
 class Split(StrEnum):
     """Which part of a prompt source to read."""
 
@@ -165,24 +180,71 @@ class CollectConfig(Section):
     limit: int | None = Field(None, ge=1, description="number of prompts to take (seeded draw); null takes all")
     output: str = Field("runs/trajectories", description="folder of the Parquet shards and manifest.json")
     target_source: TargetSource = Field(TargetSource.MODEL, description="y*: decoded by the model, or given")
-    window: int = Field(16, ge=2, le=1024, description="block size n (tokens)")
+    window: list[Annotated[int, Field(ge=2, le=1024)]] = Field(
+        [16], min_length=1, description="block size n (tokens); of several, each completion gets a row for every one"
+    )
+    jitter_starts: bool = Field(
+        False, description="the first block has a drawn length from 1 to n: serving windows start anywhere"
+    )
+    temperature: float = Field(
+        0.0, ge=0, le=100, description="of the targets; 0 decodes greedily, else at least 0.001 (seeded, exact)"
+    )
+    top_k: int = Field(0, ge=0, description="sampled targets: keep the k likeliest tokens; 0 keeps all")
+    top_p: float = Field(1.0, gt=0, le=1, description="sampled targets: keep the likeliest tokens of this probability")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="sampled targets: keep tokens of this share of the likeliest one's probability"
+    )
+    max_iterations: int | None = Field(
+        None, ge=1, description="a block's run ends after so many passes; null allows n + 1"
+    )
+    augment: Augmentation = Field(
+        Augmentation.NONE, description="states made from the true ones, stored beside them: none, cllm or random-wrong"
+    )
+    augment_share: float = Field(
+        0.3, gt=0, le=1, description="random-wrong: share of a state's tokens that are replaced, at least one"
+    )
     max_tokens: int = Field(256, ge=1, description="longest completion (tokens)")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are skipped and counted (tokens)")
     init: FillPolicy = Field(
-        FillPolicy.PROMPT_DRAW, description="initial guesses y(0) of a block: prompt-draw or repeat-last"
+        FillPolicy.PROMPT_DRAW,
+        description="initial guesses y(0) of a block: prompt-draw, repeat-last, or ngram (prompt and finished prefix)",
     )
     decode_window: int = Field(1, ge=1, description="serving window used to decode y* (tokens); 1 is plain AR")
     wave_size: int = Field(64, ge=1, description="completions decoded and iterated together")
     shard_size: int = Field(64, ge=1, description="completions per Parquet shard, the unit of resume")
     on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
-    seed: int = Field(0, ge=0, description="seed of the prompt draw and of the initial guesses")
+    seed: int = Field(0, ge=0, description="seed of the prompt draw, of sampled targets and of the initial guesses")
+    executor: Executor = Field(
+        Executor.LOCAL, description="what runs the workers: local processes, or ray (needs the extra ray)"
+    )
+    num_workers: int = Field(
+        1, ge=1, le=1024, description="processes that collect shards at the same time, each with a copy of the model"
+    )
 
-    @field_validator("init")
+    @field_validator("window", mode="before")
     @classmethod
-    def _known_from_prompt_and_prefix(cls, init: FillPolicy) -> FillPolicy:
-        if init is FillPolicy.NGRAM:
-            raise ValueError("states are drawn from prompt and prefix alone; use prompt-draw or repeat-last")
-        return init
+    def _one_or_several(cls, value: object) -> object:
+        return [value] if isinstance(value, int) else value
+
+    @field_validator("window")
+    @classmethod
+    def _each_once(cls, windows: list[int]) -> list[int]:
+        if len(set(windows)) < len(windows):
+            raise ValueError("the same window twice; give each once")
+        return windows
+
+    @model_validator(mode="after")
+    def _sampled_by_the_model(self) -> CollectConfig:
+        if self.temperature and self.target_source is TargetSource.GIVEN:
+            raise ValueError("temperature samples the model's targets; with target_source=given it must be 0")
+        return self
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_too_cold(cls, temperature: float) -> float:
+        if 0 < temperature < 1e-3:
+            raise ValueError("give 0 (greedy), or at least 0.001")
+        return temperature
 
 
 class LoraConfig(Section):

@@ -13,11 +13,13 @@ import torch
 
 from jacobi_llm.configs.schema import FillPolicy, TargetSource
 from jacobi_llm.data.record import Block
-from jacobi_llm.infer.fill import fill_guesses
+from jacobi_llm.infer.fill import copy_guesses, fill_guesses
 from jacobi_llm.infer.model_runner import ModelRunner
+from jacobi_llm.infer.ngram_index import NgramMemory
 from jacobi_llm.infer.row_group import RowGroup
 from jacobi_llm.infer.rule import first_wrong
-from jacobi_llm.infer.sampler import greedy_ids
+from jacobi_llm.infer.sampler import RequestRows, choose
+from jacobi_llm.infer.sampling_params import GREEDY, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Target:
         block_table: pages with K/V of every token but the last.
         source_index: key of the initial guesses.
         target_source: with ``model``, y* is known to be the fixed point.
+        sampling, noise_seed: how tokens are chosen. The noise is keyed by position, so that a sampled y* is the fixed
+            point of its own iteration just as a greedy one is.
     """
 
     prompt_ids: Sequence[int]
@@ -36,6 +40,8 @@ class Target:
     block_table: Sequence[int]
     source_index: int
     target_source: TargetSource
+    sampling: SamplingParams = GREEDY
+    noise_seed: int = 0
 
 
 def initial_state(
@@ -50,6 +56,10 @@ def initial_state(
 
     A shorter state is the beginning of a longer one: a block that is cut later has the states of the whole, cut.
     """
+    if policy is FillPolicy.NGRAM:
+        memory = NgramMemory()
+        memory.catch_up(prompt_ids, completion_ids[:start])
+        return copy_guesses(memory, (), length)
     last_token_id = completion_ids[start - 1] if start else prompt_ids[-1]
     return fill_guesses(
         policy, prompt_ids=prompt_ids, last_token_id=last_token_id, num_guesses=length, key=(*key, start)
@@ -59,9 +69,10 @@ def initial_state(
 class Branch:
     """The Jacobi run of one block.
 
-    One iteration computes y(j+1)_i = argmax p(. | x, y*_<start, y(j)_<i) for all i of the block. A token is final when
-    no token before it changed in the iteration that wrote it. The run ends when all tokens are final, when the state
-    repeats, when it reaches a y* that is known to be the fixed point, or after n + 1 iterations.
+    One iteration computes y(j+1)_i = argmax p(. | x, y*_<start, y(j)_<i) for all i of the block (with the noise of its
+    position where y* was sampled). A token is final when no token before it changed in the iteration that wrote it. The
+    run ends when all tokens are final, when the state repeats, when it reaches a y* that is known to be the fixed
+    point, or after ``max_iterations``, n + 1 unless told otherwise.
 
     Attributes:
         states: y(0), y(1), ... before the present ``state``.
@@ -70,10 +81,11 @@ class Branch:
         is_finite: False once a logit row held no finite maximum; the run has then ended, and means nothing.
     """
 
-    def __init__(self, target: Target, start: int, state: list[int]) -> None:
+    def __init__(self, target: Target, start: int, state: list[int], max_iterations: int | None = None) -> None:
         self.target = target
         self.start = start
         self.state = state
+        self.max_iterations = max_iterations or len(state) + 1
         self.right = list(target.completion_ids[start : start + len(state)])
         self.states: list[list[int]] = []
         self.num_dropped = 0
@@ -97,6 +109,19 @@ class Branch:
             num_logit_rows=len(token_ids),
         )
 
+    def rows(self) -> RequestRows:
+        """How the tokens of :meth:`group`'s rows are chosen."""
+        first_open = self.start + self.num_dropped
+        return RequestRows(
+            num_rows=len(self.state) - self.num_dropped,
+            sampling=self.target.sampling,
+            processors=None,
+            seed=self.target.noise_seed,
+            choice=0,
+            completion_ids=self.target.completion_ids[:first_open],
+            guesses=self.state[self.num_dropped : -1],
+        )
+
     def advance(self, predictions: Sequence[int]) -> None:
         """Take the predictions of :meth:`group`'s rows as the next state."""
         following = self.state[: self.num_dropped] + list(predictions)
@@ -109,7 +134,7 @@ class Branch:
         self.state = following
         self._num_final = max(self._num_final, unchanged + 1)
         self._settle()
-        if not self.is_done and self.num_iterations > len(self.state):
+        if self.num_iterations >= self.max_iterations:
             self.is_done = True
 
     def give_up(self) -> None:
@@ -118,8 +143,12 @@ class Branch:
         self.is_finite = False
 
     def block(self) -> Block:
-        """The finished block."""
-        return Block(self.start, self.states, None if self.state == self.right else self.state)
+        """The finished block. A run that was cut short of a known fixed point keeps its last state as one more."""
+        if self.state == self.right:
+            return Block(self.start, self.states, None)
+        if self.target.target_source is TargetSource.MODEL and not self.is_converged:
+            return Block(self.start, [*self.states, self.state], None)
+        return Block(self.start, self.states, self.state)
 
     def _settle(self) -> None:
         """Count what needs no rows any more; end the run when that is everything."""
@@ -149,7 +178,7 @@ def run_branches(branches: Sequence[Branch], runner: ModelRunner, max_num_rows: 
 
 def _advance(batch: Sequence[tuple[Branch, RowGroup]], runner: ModelRunner) -> None:
     logits = runner.forward([group for _, group in batch])
-    chosen: list[int] = greedy_ids(logits).tolist()
+    chosen = [token_id for ids in choose(logits, [branch.rows() for branch, _ in batch]) for token_id in ids]
     # NaN is the largest of all to argmax, so the chosen logit tells whether the row has one.
     is_finite = logits[torch.arange(len(chosen)), torch.tensor(chosen)].isfinite().tolist()
     first = 0

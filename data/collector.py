@@ -1,41 +1,35 @@
-"""jacobi-data collect: prompts in, a trajectory set out.
+"""Trajectories of prompts: y* is decoded, and every block of it is iterated from an initial guess.
 
-A shard is the unit of work and of resume; batches form only within it, so that content does not depend on kills.
+What comes of some prompts depends on nothing else; batches form only within them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import json
-import platform
-import sys
-import time
+import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from jacobi_llm.configs.cli import Options
-from jacobi_llm.configs.errors import RunError, UsageError
-from jacobi_llm.configs.loader import save_resolved
-from jacobi_llm.configs.schema import CollectConfig, OnBadInput, Recipe, TargetSource
+from jacobi_llm.configs.errors import UsageError
+from jacobi_llm.configs.schema import Augmentation, CollectConfig, OnBadInput, TargetSource
+from jacobi_llm.data.augmentation import augmented_states
+from jacobi_llm.data.block_starts import block_starts
 from jacobi_llm.data.branches import Branch, Target, initial_state, run_branches
-from jacobi_llm.data.record import Trajectory
-from jacobi_llm.data.sources import read_source
-from jacobi_llm.data.store import MANIFEST, Manifest, Shard, locked_for_writing, read_shard, write_shard
+from jacobi_llm.data.record import Block, Trajectory
+from jacobi_llm.data.stats import profile_block
+from jacobi_llm.data.target_sampling import noise_seed, target_sampling
 from jacobi_llm.infer.engine import LLMEngine
-from jacobi_llm.infer.models import LoadedModel, load_model
+from jacobi_llm.infer.models import LoadedModel
 from jacobi_llm.infer.prompt import Prompt, render_prompt
 from jacobi_llm.infer.request import DecodeParams, Request, RequestOutput
 from jacobi_llm.infer.rule import FinishReason
 
 # Settings that change nothing in the content of a set: it may be moved, and bad lines are told by the prompts' hash.
-_FREE_SETTINGS = frozenset(("output", "on_bad_input"))
+_FREE_SETTINGS = frozenset(("output", "on_bad_input", "executor", "num_workers"))
 _NOT_FINITE = "logits are not finite"
 
 
@@ -53,122 +47,31 @@ class Collected:
     """What came of some prompts.
 
     Attributes:
-        trajectories: in the order of the prompts.
+        trajectories: in the order of the prompts; one for each window.
         skipped: reason -> source indices of prompts that gave none.
         num_unconverged: blocks whose iteration hit its bound.
+        num_passes: of the block procedure at batch 1 (the TPF that these trajectories have is tokens over these).
     """
 
     trajectories: list[Trajectory] = field(default_factory=list)
     skipped: dict[str, list[int]] = field(default_factory=dict)
     num_unconverged: int = 0
+    num_passes: int = 0
 
-
-def run(recipe: Recipe, options: Options) -> int:
-    """Collect, or go on where an earlier run with the same settings stopped.
-
-    Raises:
-        UsageError: a prompt source, model or folder that cannot be used, or a folder with a set of other settings.
-        RunError: a damaged manifest, a full disk, a folder in use, or not one trajectory.
-    """
-    config = recipe.collect
-    source = read_source(
-        config.input, config.split, limit=config.limit, seed=config.seed, on_bad_input=config.on_bad_input
-    )
-    if options.dry_run:
-        print(
-            json.dumps(_plan(config, len(source.prompts))) if options.json else _plan_line(config, len(source.prompts))
-        )
-        return 0
-    folder = Path(config.output).expanduser()
-    with locked_for_writing(folder):
-        loaded = load_model(config.model, dtype=config.dtype)
-        engine = LLMEngine(loaded, recipe.engine)
-        collector = Collector(engine, loaded, config, source.prompts)
-        manifest = collector.open_manifest(folder, source.num_skipped)
-        save_resolved(recipe, folder)
-        started_s = time.perf_counter()
-        collector.complete(folder, manifest)
-    for reason, count in sorted([*manifest.bad_input.items(), *manifest.num_skipped.items()]):
-        print(f"skipped {count}: {reason}", file=sys.stderr)
-    if not manifest.num_rows:
-        raise RunError(f"{folder}: no trajectory; every prompt was skipped ({', '.join(manifest.num_skipped)})")
-    if manifest.num_unconverged:
-        print(f"warning: {manifest.num_unconverged} blocks did not converge within n + 1 iterations", file=sys.stderr)
-    print(f"{folder}: {manifest.num_rows} trajectories in {len(manifest.shards)} shards", file=sys.stderr)
-    if options.json:
-        print(json.dumps(_report(folder, manifest, engine, time.perf_counter() - started_s), ensure_ascii=False))
-    return 0
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens, once for each window."""
+        return sum(len(trajectory.completion_ids) for trajectory in self.trajectories)
 
 
 class Collector:
     """Decodes y* for every prompt and runs all blocks' Jacobi iterations."""
 
-    def __init__(
-        self, engine: LLMEngine, loaded: LoadedModel, config: CollectConfig, prompts: Sequence[Prompt]
-    ) -> None:
+    def __init__(self, engine: LLMEngine, loaded: LoadedModel, config: CollectConfig) -> None:
         self.engine = engine
         self.loaded = loaded
         self.config = config
-        self.prompts = prompts
-
-    def open_manifest(self, folder: Path, bad_input: dict[str, int] | None = None) -> Manifest:
-        """The manifest to go on from: a new one, or that in ``folder`` without the shards that are damaged.
-
-        Args:
-            folder: of the set; may be empty.
-            bad_input: input lines that were no prompts, by reason.
-
-        Raises:
-            UsageError: the set in ``folder`` was collected with other settings.
-            RunError: its manifest is damaged.
-        """
-        num_shards = -(-len(self.prompts) // self.config.shard_size)
-        settings = collection_settings(self.config, self.loaded, self.prompts)
-        fresh = Manifest(settings, package_versions(), num_shards, bad_input=bad_input or {})
-        if not (folder / MANIFEST).exists():
-            if orphans := sorted(path.name for path in folder.glob("shard-*.parquet"))[1:]:
-                raise UsageError(
-                    f"collect.output: {folder} holds shards ({orphans[0]} and others) but no {MANIFEST}; "
-                    "restore it, or choose another folder"
-                )
-            return fresh
-        manifest = Manifest.read(folder)
-        differences = _differences(manifest.settings, fresh.settings)
-        if differences:
-            raise UsageError(
-                f"{folder}: holds a set collected with other settings ({differences}); "
-                "choose another collect.output, or the same settings"
-            )
-        for number in sorted(manifest.shards):
-            try:
-                read_shard(folder, manifest.shards[number])
-            except RunError as error:
-                print(f"warning: {str(error).partition(';')[0]}; collecting this shard again", file=sys.stderr)
-                del manifest.shards[number]
-        return manifest
-
-    def complete(self, folder: Path, manifest: Manifest) -> None:
-        """Write every shard that ``manifest`` does not list, and the manifest after each."""
-        size = self.config.shard_size
-        parts = [self.prompts[number * size : (number + 1) * size] for number in range(manifest.num_shards)]
-        missing = [number for number in range(manifest.num_shards) if number not in manifest.shards]
-        num_done = len(self.prompts) - sum(len(parts[number]) for number in missing)
-        with tqdm(
-            total=len(self.prompts), initial=num_done, desc="collect", unit="prompt", file=sys.stderr, disable=None
-        ) as progress:
-            for number in missing:
-                started_s = time.perf_counter()
-                collected = self.collect(parts[number])
-                name, digest = write_shard(folder, number, collected.trajectories)
-                manifest.shards[number] = Shard(
-                    name, len(collected.trajectories), digest, collected.skipped, collected.num_unconverged
-                )
-                manifest.write(folder)
-                num_tokens = sum(len(trajectory.completion_ids) for trajectory in collected.trajectories)
-                progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - started_s):.0f} completion tokens/s")
-                progress.update(len(parts[number]))
-        if not manifest.num_shards:
-            manifest.write(folder)
+        self.sampling = target_sampling(config)
 
     def collect(self, prompts: Sequence[Prompt]) -> Collected:
         """Trajectories of ``prompts``.
@@ -237,22 +140,30 @@ class Collector:
     def _collect_wave(self, wave: Sequence[_Job], collected: Collected) -> None:
         outputs = self.engine.generate(self._target_request(job) for job in wave)
         try:
-            per_completion = [
-                open_branches(self._target_of(job, output), self.config)
-                for job, output in zip(wave, outputs, strict=True)
-            ]
+            targets = [self._target_of(job, output) for job, output in zip(wave, outputs, strict=True)]
+            runs = [[open_branches(target, self.config, window) for window in self.config.window] for target in targets]
             run_branches(
-                [branch for branches in per_completion for branch in branches],
+                [branch for by_window in runs for branches in by_window for branch in branches],
                 self.engine.runner,
                 self.engine.scheduler.max_num_rows,
             )
         finally:
             for output in outputs:
                 self.engine.release(output.id)
-        for job, branches in zip(wave, per_completion, strict=True):
+        for job, by_window in zip(wave, runs, strict=True):
+            branches = [branch for branches in by_window for branch in branches]
             if all(branch.is_finite for branch in branches):
-                collected.trajectories.append(self._trajectory(job.prompt, branches))
+                rows = [
+                    self._trajectory(job.prompt, window, branches)
+                    for window, branches in zip(self.config.window, by_window, strict=True)
+                ]
+                collected.trajectories += rows
                 collected.num_unconverged += sum(not branch.is_converged for branch in branches)
+                collected.num_passes += sum(
+                    profile_block(block.states, row.fixed_point_of(block)).num_passes
+                    for row in rows
+                    for block in row.blocks
+                )
             else:
                 collected.skipped.setdefault(_NOT_FINITE, []).append(job.prompt.source_index)
 
@@ -264,7 +175,8 @@ class Collector:
                 max_tokens=self.config.max_tokens,
                 window=self.config.decode_window,
                 stop_token_ids=frozenset(self.loaded.eos_token_ids),
-                seed=self.config.seed,
+                seed=noise_seed(self.config.seed, job.prompt.source_index),
+                sampling=self.sampling,
             )
         else:
             prompt_ids = job.prompt_ids + job.given_ids[:-1]
@@ -278,9 +190,11 @@ class Collector:
             self.engine.pages_of(output.id),
             job.prompt.source_index,
             self.config.target_source,
+            self.sampling,
+            noise_seed(self.config.seed, job.prompt.source_index),
         )
 
-    def _trajectory(self, prompt: Prompt, branches: Sequence[Branch]) -> Trajectory:
+    def _trajectory(self, prompt: Prompt, window: int, branches: Sequence[Branch]) -> Trajectory:
         target = branches[0].target
         is_stopped = target.completion_ids[-1] in self.loaded.eos_token_ids
         return Trajectory(
@@ -290,24 +204,40 @@ class Collector:
             prompt_ids=list(target.prompt_ids),
             completion_ids=list(target.completion_ids),
             finish_reason=(FinishReason.STOP if is_stopped else FinishReason.LENGTH).value,
-            window=self.config.window,
+            window=window,
             target_source=self.config.target_source,
-            blocks=[branch.block() for branch in branches],
+            blocks=[self._augmented(branch) for branch in branches],
         )
+
+    def _augmented(self, branch: Branch) -> Block:
+        block = branch.block()
+        if self.config.augment is Augmentation.NONE:
+            return block
+        key = (self.config.seed, branch.target.source_index, block.start, len(branch.state), "augment")
+        states = augmented_states(
+            self.config.augment,
+            block.states,
+            branch.right if block.fixed_point is None else block.fixed_point,
+            vocab_size=self.engine.vocab_size,
+            share=self.config.augment_share,
+            rng=random.Random("/".join(map(str, key))),
+        )
+        return replace(block, augmented_states=states)
 
 
 class _SkipPrompt(Exception):
     """A prompt gives no trajectory; the text is the reason that is counted."""
 
 
-def open_branches(target: Target, config: CollectConfig) -> list[Branch]:
+def open_branches(target: Target, config: CollectConfig, window: int) -> list[Branch]:
     """One branch per block of ``target``, at its initial state."""
+    key = (config.seed, target.source_index)
+    num_tokens = len(target.completion_ids)
+    starts = block_starts(num_tokens, window, config.jitter_starts, key)
     branches = []
-    for start in range(0, len(target.completion_ids), config.window):
-        length = min(config.window, len(target.completion_ids) - start)
-        key = (config.seed, target.source_index)
-        state = initial_state(config.init, target.prompt_ids, target.completion_ids, start, length, key)
-        branches.append(Branch(target, start, state))
+    for start, end in zip(starts, [*starts[1:], num_tokens], strict=True):
+        state = initial_state(config.init, target.prompt_ids, target.completion_ids, start, end - start, key)
+        branches.append(Branch(target, start, state, config.max_iterations))
     return branches
 
 
@@ -356,49 +286,3 @@ def model_sha256(model: torch.nn.Module) -> str:
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def package_versions() -> dict[str, str]:
-    """Versions that a set or a run records."""
-    names = ("jacobi-llm", "torch", "transformers", "pyarrow")
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Settings that differ, with both values; empty when none does."""
-    keys = sorted(key for key in before | now if before.get(key) != now.get(key))
-    return ", ".join(f"{key}: {_shown(before.get(key))} there, {_shown(now.get(key))} now" for key in keys)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return f"{text[:12]}…" if isinstance(value, str) and len(value) == 64 else text
-
-
-def _plan(config: CollectConfig, num_prompts: int) -> dict[str, Any]:
-    num_shards = -(-num_prompts // config.shard_size)
-    return {"num_prompts": num_prompts, "num_shards": num_shards, **config.model_dump(mode="json")}
-
-
-def _plan_line(config: CollectConfig, num_prompts: int) -> str:
-    num_shards = -(-num_prompts // config.shard_size)
-    return (
-        f"would collect {num_prompts} prompts of {config.input} ({config.split.value}) with {config.model} in "
-        f"{config.dtype.value}, window {config.window}, at most {config.max_tokens} tokens each, targets: "
-        f"{config.target_source.value}; {num_shards} shards into {config.output}"
-    )
-
-
-def _report(folder: Path, manifest: Manifest, engine: LLMEngine, wall_s: float) -> dict[str, Any]:
-    return {
-        "output": str(folder),
-        "num_trajectories": manifest.num_rows,
-        "num_shards": len(manifest.shards),
-        "skipped": manifest.num_skipped,
-        "bad_input": manifest.bad_input,
-        "num_unconverged": manifest.num_unconverged,
-        "data_sha256": manifest.data_sha256,
-        "forward_passes": engine.runner.num_passes,
-        "forward_rows": engine.runner.num_rows,
-        "wall_s": round(wall_s, 3),
-    }

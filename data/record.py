@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -12,13 +13,14 @@ import pyarrow as pa
 from jacobi_llm.configs.errors import RunError
 from jacobi_llm.configs.schema import TargetSource
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _BLOCK_TYPE = pa.struct(
     [
         pa.field("start", pa.int32(), nullable=False),
         pa.field("states", pa.list_(pa.list_(pa.int32())), nullable=False),
         pa.field("fixed_point", pa.list_(pa.int32())),
+        pa.field("augmented_states", pa.list_(pa.list_(pa.int32()))),
     ]
 )
 ARROW_SCHEMA = pa.schema(
@@ -44,11 +46,19 @@ class Block:
         start: index of the block's first token in the completion.
         states: y(0), y(1), ... in time order, up to the last one before the fixed point; empty when y(0) is it.
         fixed_point: the model's fixed point when it differs from the completion's tokens, else None.
+        augmented_states: states that were made from the true ones to train on (``data/augmentation.py``), in no order
+            of time; None without augmentation.
     """
 
     start: int
     states: list[list[int]]
     fixed_point: list[int] | None
+    augmented_states: list[list[int]] | None = None
+
+    @property
+    def noisy_states(self) -> list[list[int]]:
+        """All states that may be trained on as noise."""
+        return [*self.states, *(self.augmented_states or ())]
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Trajectory:
     """One row of a trajectory set (design: section 6).
 
     Attributes:
-        id, source_index, source: where the prompt came from; ``source_index`` is unique within ``source``.
+        id, source_index, source: where the prompt came from; ``source_index`` is unique within ``source`` and window.
         prompt_ids, completion_ids: token ids; the completion is y* with its EOS if reached.
         finish_reason: stop or length.
         window: block size n (tokens).
@@ -99,7 +109,7 @@ class Trajectory:
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Trajectory:
         """Inverse of :meth:`to_row`."""
-        blocks = [Block(block["start"], block["states"], block["fixed_point"]) for block in row["blocks"]]
+        blocks = [Block(**block) for block in row["blocks"]]
         return cls(**{**row, "target_source": TargetSource(row["target_source"]), "blocks": blocks})
 
     def check(self) -> None:
@@ -119,9 +129,9 @@ class Trajectory:
             if not 0 < len(target) <= self.window or (is_inner and len(target) < self.window):
                 raise RunError(f"{where}: has {len(target)} tokens, the window is {self.window}")
             end = self.fixed_point_of(block)
-            if any(len(state) != len(target) for state in [*block.states, end]):
+            if any(len(state) != len(target) for state in [*block.noisy_states, end]):
                 raise RunError(f"{where}: a state is not {len(target)} tokens long")
-            if any(a == b for a, b in zip(block.states, [*block.states[1:], end], strict=True)):
+            if any(a == b for a, b in pairwise([*block.states, end])):
                 raise RunError(f"{where}: a state equals the next one before the fixed point")
             if block.fixed_point == target:
                 raise RunError(f"{where}: a fixed point is stored although it equals y*")

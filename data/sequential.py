@@ -20,14 +20,17 @@ import torch
 from transformers import PreTrainedModel
 
 from jacobi_llm.configs.errors import UsageError
-from jacobi_llm.configs.schema import FillPolicy
+from jacobi_llm.configs.schema import CollectConfig, FillPolicy, TargetSource
+from jacobi_llm.data.block_starts import block_starts
 from jacobi_llm.data.branches import initial_state
 from jacobi_llm.data.record import Block
+from jacobi_llm.data.target_sampling import noise_seed, target_sampling
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.near_tie import choice_gap
 from jacobi_llm.infer.row_group import RowGroup
 from jacobi_llm.infer.rule import first_wrong
-from jacobi_llm.infer.sampler import greedy_ids
+from jacobi_llm.infer.sampler import RequestRows, choose
+from jacobi_llm.infer.sampling_params import GREEDY, SamplingParams
 
 
 class Predictor(Protocol):
@@ -40,17 +43,33 @@ class Predictor(Protocol):
     num_passes: int
     num_rows: int
 
-    def start(self, prompt_ids: Sequence[int], num_tokens: int) -> None:
-        """Begin a completion of at most ``num_tokens`` tokens."""
+    def start(self, prompt_ids: Sequence[int], num_tokens: int, chooser: Chooser) -> None:
+        """Begin a completion of at most ``num_tokens`` tokens, which ``chooser`` chooses."""
 
     def predict(self, prefix_ids: Sequence[int], state: Sequence[int]) -> list[int]:
-        """The next state: for every i, the greedy token after ``prefix_ids`` and ``state[:i]``.
+        """The next state: for every i, the token chosen after ``prefix_ids`` and ``state[:i]``.
 
         ``prefix_ids`` (prompt and finished blocks) only grows between calls.
         """
 
     def finish(self) -> None:
         """End the completion and free what it held."""
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """How the tokens of one completion are chosen: greedily, or with noise keyed by their place in it."""
+
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    noise_seed: int
+
+    def choose(self, logits: torch.Tensor, prefix_ids: Sequence[int], state: Sequence[int]) -> list[int]:
+        """The tokens after ``prefix_ids`` (prompt and completion) and each beginning of ``state``: [n, vocab] -> n."""
+        completion_ids = prefix_ids[self.num_prompt_tokens :]
+        rows = RequestRows(len(state), self.sampling, None, self.noise_seed, 0, completion_ids, state[:-1])
+        [chosen] = choose(logits, [rows])
+        return chosen
 
 
 class CachedPredictor:
@@ -62,14 +81,16 @@ class CachedPredictor:
         self._engine = engine
         self._block_table: list[int] = []
         self._num_computed = 0
+        self._chooser = Chooser(0, GREEDY, 0)
 
-    def start(self, prompt_ids: Sequence[int], num_tokens: int) -> None:
+    def start(self, prompt_ids: Sequence[int], num_tokens: int, chooser: Chooser) -> None:
         """Take the pages.
 
         Raises:
             UsageError: they do not fit the pool.
         """
         self.finish()
+        self._chooser = chooser
         if not self._engine.pool.grow(self._block_table, len(prompt_ids) + num_tokens):
             raise UsageError(
                 f"{len(prompt_ids)} prompt + {num_tokens} completion tokens do not fit the free K/V pages; "
@@ -84,8 +105,7 @@ class CachedPredictor:
         self._num_computed = len(prefix_ids) - 1
         self.num_passes += 1
         self.num_rows += group.num_rows
-        chosen: list[int] = greedy_ids(logits).tolist()
-        return chosen
+        return self._chooser.choose(logits, prefix_ids, state)
 
     def finish(self) -> None:
         """Give the pages back."""
@@ -100,9 +120,11 @@ class UncachedPredictor:
         self.num_passes = 0
         self.num_rows = 0
         self._model = model
+        self._chooser = Chooser(0, GREEDY, 0)
 
-    def start(self, prompt_ids: Sequence[int], num_tokens: int) -> None:
-        """Nothing to prepare."""
+    def start(self, prompt_ids: Sequence[int], num_tokens: int, chooser: Chooser) -> None:
+        """Nothing else to prepare."""
+        self._chooser = chooser
 
     @torch.inference_mode()
     def predict(self, prefix_ids: Sequence[int], state: Sequence[int]) -> list[int]:
@@ -112,8 +134,7 @@ class UncachedPredictor:
         logits = self._model(input_ids=input_ids, use_cache=False).logits[0, -len(state) :]
         self.num_passes += 1
         self.num_rows += len(token_ids)
-        chosen: list[int] = greedy_ids(logits).tolist()
-        return chosen
+        return self._chooser.choose(logits, prefix_ids, state)
 
     def finish(self) -> None:
         """Nothing to free."""
@@ -127,8 +148,11 @@ class BlockSettings:
         window: block size n (tokens).
         max_tokens: longest completion (tokens); with the prompt it must fit the model's context.
         init: initial guesses.
-        seed: of the initial guesses.
+        seed: of everything that is drawn.
         stop_token_ids: every id that ends a completion.
+        jitter_starts: whether the first block has a drawn length.
+        max_iterations: passes of a block's run; None allows n + 1.
+        sampling: how tokens are chosen.
     """
 
     window: int
@@ -136,6 +160,23 @@ class BlockSettings:
     init: FillPolicy
     seed: int
     stop_token_ids: frozenset[int]
+    jitter_starts: bool = False
+    max_iterations: int | None = None
+    sampling: SamplingParams = GREEDY
+
+    @classmethod
+    def of(cls, config: CollectConfig, window: int, stop_token_ids: Sequence[int]) -> BlockSettings:
+        """Those of a collection, for one of its windows."""
+        return cls(
+            window=window,
+            max_tokens=config.max_tokens,
+            init=config.init,
+            seed=config.seed,
+            stop_token_ids=frozenset(stop_token_ids),
+            jitter_starts=config.jitter_starts,
+            max_iterations=config.max_iterations,
+            sampling=target_sampling(config),
+        )
 
 
 @dataclass(frozen=True)
@@ -153,6 +194,7 @@ def run_sequential(
     source_index: int,
     settings: BlockSettings,
     given_ids: Sequence[int] | None = None,
+    target_source: TargetSource | None = None,
 ) -> SequentialResult:
     """Iterate the blocks of one completion, one after the other.
 
@@ -161,27 +203,32 @@ def run_sequential(
         prompt_ids: at least one token.
         source_index: key of the initial guesses.
         settings: see :class:`BlockSettings`.
-        given_ids: y* when it is given: the prefix of every block is then cut from it. None lets the fixed points be y*.
+        given_ids: y* when it is known: the prefix of every block is then cut from it. None lets the fixed points be y*,
+            which needs runs that are not cut short.
+        target_source: of ``given_ids``; with ``model``, a run that is cut short is known to lead to y*.
     """
     completion: list[int] = []
     blocks: list[Block] = []
     num_unconverged = 0
     num_tokens = settings.max_tokens if given_ids is None else len(given_ids)
-    predictor.start(prompt_ids, num_tokens)
+    seed = noise_seed(settings.seed, source_index)
+    predictor.start(prompt_ids, num_tokens, Chooser(len(prompt_ids), settings.sampling, seed))
+    starts = block_starts(num_tokens, settings.window, settings.jitter_starts, (settings.seed, source_index))
     try:
-        while len(completion) < num_tokens:
-            start = len(completion)
-            length = min(settings.window, num_tokens - start)
+        for start, end in zip(starts, [*starts[1:], num_tokens], strict=True):
+            length = end - start
             key = (settings.seed, source_index)
             state = initial_state(settings.init, prompt_ids, completion, start, length, key)
-            states, is_converged = _iterate(predictor, [*prompt_ids, *completion], state)
+            bound = settings.max_iterations or length + 1
+            states, is_converged = _iterate(predictor, [*prompt_ids, *completion], state, bound)
             num_unconverged += not is_converged
             if given_ids is None:
                 states = _cut(states, _length_to_stop(states[-1], settings.stop_token_ids))
                 target = states[-1]
             else:
                 target = list(given_ids[start : start + length])
-            fixed_point = states.pop()
+            is_cut_short = not is_converged and target_source is TargetSource.MODEL and states[-1] != target
+            fixed_point = target if is_cut_short else states.pop()
             blocks.append(Block(start, states, None if fixed_point == target else fixed_point))
             completion += target
             if given_ids is None and completion[-1] in settings.stop_token_ids:
@@ -191,10 +238,12 @@ def run_sequential(
     return SequentialResult(completion, blocks, num_unconverged)
 
 
-def _iterate(predictor: Predictor, prefix_ids: Sequence[int], state: list[int]) -> tuple[list[list[int]], bool]:
+def _iterate(
+    predictor: Predictor, prefix_ids: Sequence[int], state: list[int], max_iterations: int
+) -> tuple[list[list[int]], bool]:
     """States from y(0) to the last one, and whether that one repeated itself."""
     states = [state]
-    for _ in range(len(state) + 1):
+    for _ in range(max_iterations):
         following = predictor.predict(prefix_ids, states[-1])
         if following == states[-1]:
             return states, True

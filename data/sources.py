@@ -36,10 +36,12 @@ class PromptSet:
     Attributes:
         prompts: in source order; ``source_index`` is the place in the whole source.
         num_skipped: bad lines of a file, by reason.
+        cleaning: what was done to the prompts, with counts; empty when nothing was.
     """
 
     prompts: list[Prompt]
     num_skipped: dict[str, int] = field(default_factory=dict)
+    cleaning: dict[str, Any] = field(default_factory=dict)
 
 
 def read_source(

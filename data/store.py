@@ -1,13 +1,19 @@
-"""Trajectory sets on disk: Parquet shards and a manifest, both complete or absent.
+"""Trajectory sets on disk: Parquet shards and a manifest, all of them complete or absent.
 
-A shard is written to a temporary name and renamed; the manifest is rewritten (by rename too) only after that. A run
-that dies between the two finds a shard that the manifest does not know, and writes it again: no row is lost or doubled.
+``manifest.json`` comes first, with everything that the content depends on. A shard is written to a temporary name and
+renamed; after that a record of it, ``shard-00012.json``, is written in the same way. A run that dies between the two
+leaves a shard without a record, which is written again: no row is lost or doubled. When the last record is there, all
+of them move into the manifest.
+
+Several processes, also of several machines that share the folder, can write one set: each holds a lock on the shard
+that it is working on (``.claims``), which the system takes back when the process ends, however it ends.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +32,8 @@ from jacobi_llm.data.record import ARROW_SCHEMA, SCHEMA_VERSION, Trajectory
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+CLAIMS = ".claims"
+LOCK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Shard:
         sha256: of the file.
         skipped: reason -> source indices of prompts that gave no trajectory.
         num_unconverged: blocks whose iteration hit its bound.
+        num_completion_tokens, num_block_passes: completion tokens, and passes that their blocks take at batch 1.
     """
 
     file: str
@@ -45,6 +54,8 @@ class Shard:
     sha256: str
     skipped: dict[str, list[int]] = field(default_factory=dict)
     num_unconverged: int = 0
+    num_completion_tokens: int = 0
+    num_block_passes: int = 0
 
 
 @dataclass
@@ -57,6 +68,8 @@ class Manifest:
         num_shards: shards of the finished set.
         shards: finished shards by number.
         bad_input: reason -> input lines that were no prompts (collect.on_bad_input=skip).
+        cleaning: what was done to the prompts before, with counts; empty when nothing was.
+        parents: sets that this one was made of, each with its data_sha256 and settings; empty when it was collected.
     """
 
     settings: dict[str, Any]
@@ -65,6 +78,13 @@ class Manifest:
     shards: dict[int, Shard] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
     bad_input: dict[str, int] = field(default_factory=dict)
+    cleaning: dict[str, Any] = field(default_factory=dict)
+    parents: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def windows(self) -> list[int]:
+        """Block sizes n (tokens) in the set."""
+        return [int(window) for window in self.settings.get("window", ())]
 
     @property
     def is_complete(self) -> bool:
@@ -85,6 +105,12 @@ class Manifest:
         return sum(shard.num_unconverged for shard in self.shards.values())
 
     @property
+    def tokens_per_forward(self) -> float | None:
+        """TPF of the block procedure over the finished shards; None where nothing has been counted."""
+        num_passes = sum(shard.num_block_passes for shard in self.shards.values())
+        return sum(shard.num_completion_tokens for shard in self.shards.values()) / num_passes if num_passes else None
+
+    @property
     def num_skipped(self) -> dict[str, int]:
         """Prompts without a trajectory, by reason."""
         counts: Counter[str] = Counter()
@@ -103,11 +129,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the manifest.
+        """Read the manifest, with the records of shards that are not in it yet.
 
         Raises:
             UsageError: there is none in ``folder``.
-            RunError: it cannot be read or parsed, or is of another schema version.
+            RunError: it, or a record, cannot be read or parsed, or it is of another schema version.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -128,13 +154,47 @@ class Manifest:
                 f"{path}: damaged manifest ({error}); restore it, or remove it to collect the set anew"
             ) from error
         if version != SCHEMA_VERSION:
-            raise RunError(f"{path}: schema version {version}, this release reads {SCHEMA_VERSION}")
+            raise RunError(
+                f"{path}: schema version {version}, this release reads {SCHEMA_VERSION}; collect the set anew"
+            )
+        for number in range(manifest.num_shards if len(shards) < manifest.num_shards else 0):
+            if number not in manifest.shards and (folder / record_name(number)).is_file():
+                manifest.shards[number] = read_record(folder, number)
         return manifest
 
 
 def shard_name(number: int) -> str:
     """File name of shard ``number``."""
     return f"shard-{number:05d}.parquet"
+
+
+def record_name(number: int) -> str:
+    """File name of the record of shard ``number``."""
+    return f"shard-{number:05d}.json"
+
+
+def write_record(folder: Path, number: int, shard: Shard) -> None:
+    """Make a shard that has been written part of the set.
+
+    Raises:
+        RunError: the folder cannot be written, or the disk is full.
+    """
+    write_atomically(folder / record_name(number), json.dumps(asdict(shard), ensure_ascii=False) + "\n")
+
+
+def read_record(folder: Path, number: int) -> Shard:
+    """Read the record of one shard.
+
+    Raises:
+        RunError: it is missing or damaged.
+    """
+    path = folder / record_name(number)
+    try:
+        return _parse_shard(number, json.loads(path.read_bytes()))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path}: damaged record ({error}); remove it to collect the shard anew") from error
 
 
 def write_shard(folder: Path, number: int, rows: Sequence[Trajectory]) -> tuple[str, str]:
@@ -188,29 +248,79 @@ def read_trajectories(folder: Path) -> Iterator[Trajectory]:
 
 
 @contextmanager
-def locked_for_writing(folder: Path) -> Iterator[None]:
-    """Make ``folder`` if need be, keep other collectors out of it, and clear away what killed ones have left.
+def locked_for_writing(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Make ``folder`` if need be, and keep other processes from opening or closing the set in it meanwhile.
 
     Raises:
         UsageError: the folder cannot be made or written.
-        RunError: another process collects into it.
+        RunError: another process holds the set for longer than ``timeout_s``.
     """
-    lock = FileLock(folder / LOCK, timeout=0)
+    lock = FileLock(folder / LOCK, timeout=timeout_s)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise RunError(
-            f"{folder}: another jacobi-data collect is writing here; wait for it, or choose another"
-        ) from None
+        raise RunError(f"{folder}: another process is writing here; wait for it, or choose another folder") from None
     except OSError as error:
-        raise UsageError(f"collect.output: {folder} cannot be written ({error.strerror or error})") from error
+        raise UsageError(f"{folder}: cannot be written ({error.strerror or error}); choose another folder") from error
     try:
-        for name in (MANIFEST, RESOLVED_NAME, "shard-*"):
+        for name in (MANIFEST, RESOLVED_NAME):
             remove_leftovers(folder / name)
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def claimed_shard(folder: Path, number: int) -> Iterator[bool]:
+    """Hold shard ``number`` while it is collected; the value says whether it is this process's to collect.
+
+    It is not when another process holds it, or when its record is there. What a killed process left of it is removed.
+    """
+    lock = FileLock(folder / CLAIMS / shard_name(number), timeout=0)
+    try:
+        (folder / CLAIMS).mkdir(exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    except OSError as error:
+        if _is_finished(folder, number):  # whoever closed the set removed the claims meanwhile
+            yield False
+            return
+        raise RunError(f"{folder / CLAIMS}: cannot be written ({error.strerror or error})") from error
+    try:
+        if _is_finished(folder, number):
+            yield False
+            return
+        for name in (shard_name(number), record_name(number)):
+            remove_leftovers(folder / name)
+        yield True
+    finally:
+        lock.release()
+
+
+def close_set(folder: Path) -> Manifest:
+    """Move the records into the manifest if all shards are there; returns the manifest, complete or not.
+
+    Raises:
+        RunError: as :meth:`Manifest.read` and :func:`locked_for_writing`.
+    """
+    with locked_for_writing(folder):
+        manifest = Manifest.read(folder)
+        if manifest.is_complete:
+            records = sorted(folder.glob("shard-*.json"))
+            if records:
+                manifest.write(folder)
+            for record in records:
+                record.unlink(missing_ok=True)
+            shutil.rmtree(folder / CLAIMS, ignore_errors=True)
+    return manifest
+
+
+def _is_finished(folder: Path, number: int) -> bool:
+    # In this order: a record is removed only when the manifest has it.
+    return (folder / record_name(number)).is_file() or number in Manifest.read(folder).shards
 
 
 def _parse_shard(number: int, record: dict[str, Any]) -> Shard:

@@ -93,20 +93,7 @@ class NgramFill:
         return GuessKind.MATCHED if is_known else GuessKind.BLIND
 
     def fill(self, sequence: RequestSequence, kept: Sequence[int], num_guesses: int) -> list[int]:
-        memory = _memory_of(sequence)
-        text = memory.text.tokens
-        guesses = list(kept)
-        num_wanted = len(kept) + num_guesses
-        while len(guesses) < num_wanted:
-            found = memory.find(_key_of_end(memory, guesses), len(text) + len(guesses))
-            if found is None:
-                last_token_id = guesses[-1] if guesses else text[-1]
-                guesses += [last_token_id] * (num_wanted - len(guesses))
-            elif found[0] is text:
-                _copy_text(text, found[1], guesses, num_wanted)
-            else:
-                _copy_run(found[0], found[1], guesses, num_wanted)
-        return guesses[len(kept) :]
+        return copy_guesses(_memory_of(sequence), kept, num_guesses)
 
     def learn(self, sequence: RequestSequence, num_guesses: int, num_accepted: int) -> None:
         if not num_guesses:
@@ -126,6 +113,29 @@ class NgramFill:
                 memory.choice = (num_matched, drops)
                 if drops:
                     sequence.carried = []
+
+
+def copy_guesses(memory: NgramMemory, kept: Sequence[int], num_guesses: int) -> list[int]:
+    """Guesses after the text of ``memory`` and ``kept``, as :class:`NgramFill` describes; fewer are their beginning.
+
+    Args:
+        memory: has read at least one token.
+        kept: guesses that stand between the text and the first guess wanted.
+        num_guesses: how many, 0 or more.
+    """
+    text = memory.text.tokens
+    guesses = list(kept)
+    num_wanted = len(kept) + num_guesses
+    while len(guesses) < num_wanted:
+        found = memory.find(_key_of_end(memory, guesses), len(text) + len(guesses))
+        if found is None:
+            last_token_id = guesses[-1] if guesses else text[-1]
+            guesses += [last_token_id] * (num_wanted - len(guesses))
+        elif found[0] is text:
+            _copy_text(text, found[1], guesses, num_wanted)
+        else:
+            _copy_run(found[0], found[1], guesses, num_wanted)
+    return guesses[len(kept) :]
 
 
 def make_fillers() -> dict[FillPolicy, Filler]:

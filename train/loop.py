@@ -241,7 +241,7 @@ class Trainer:
         """A fixed window: acceptance is counted by its depths, and ranks in lockstep cannot each choose their own."""
         window = self.recipe.eval.window
         if isinstance(window, Auto):
-            window = int(self.manifest.settings.get("window", 16))
+            window = max(self.manifest.windows, default=16)
         return window
 
     def say_skipped(self, unusable: list[Trajectory]) -> None:
@@ -341,7 +341,7 @@ class Trainer:
     def _about(self, evaluation: dict[str, Any]) -> JacobiCheckpointConfig:
         return JacobiCheckpointConfig(
             mode=CheckpointMode.MERGED,
-            window=self.manifest.settings.get("window", self._eval_window()),
+            window=max(self.manifest.windows, default=self._eval_window()),
             fill=self.recipe.eval.fill,
             acceptance_by_depth=evaluation["acceptance_by_depth"],
             objective=self.recipe.objective.name,

@@ -76,16 +76,16 @@ def choose_noise(
     if objective.name is ObjectiveName.AR:
         return []
     if objective.name is ObjectiveName.CLLM_GLOBAL:
-        usable = [block for block in trajectory.blocks if block.states and _fits(trajectory, block, max_length)]
+        usable = [block for block in trajectory.blocks if block.noisy_states and _fits(trajectory, block, max_length)]
         if not usable:
             return []
         block = rng.choice(usable)
-        return [_noisy(trajectory, block, rng.choice(block.states))]
+        return [_noisy(trajectory, block, rng.choice(block.noisy_states))]
     offset = rng.randrange(objective.schedule_blocks)
     return [
         _noisy(trajectory, block, _nearest(block, trajectory.target_of(block), _ratio(objective, number + offset)))
         for number, block in enumerate(trajectory.blocks)
-        if block.states
+        if block.noisy_states
     ]
 
 
@@ -175,7 +175,7 @@ def _nearest(block: Block, target: Sequence[int], ratio: float) -> list[int]:
     def share_wrong(state: Sequence[int]) -> float:
         return sum(a != b for a, b in zip(state, target, strict=True)) / len(target)
 
-    return min(block.states, key=lambda state: abs(share_wrong(state) - ratio))
+    return min(block.noisy_states, key=lambda state: abs(share_wrong(state) - ratio))
 
 
 class _Rows:

@@ -34,8 +34,8 @@ def test_nothing_given_is_the_defaults() -> None:
 def test_shipped_name_path_and_flags(recipe_file: Path) -> None:
     assert load_recipe("math").collect.output == "runs/math/trajectories"
     recipe_file.write_text("collect:\n  window: 8\ntrain:\n")
-    assert load_recipe(str(recipe_file)).collect.window == 8
-    assert load_recipe(str(recipe_file), {"collect.window": "4"}).collect.window == 4
+    assert load_recipe(str(recipe_file)).collect.window == [8]
+    assert load_recipe(str(recipe_file), {"collect.window": "4,8"}).collect.window == [4, 8]
 
 
 def test_values_of_every_kind_from_flags() -> None:
@@ -126,7 +126,7 @@ def test_a_wrong_value_of_the_file_is_told_even_when_a_flag_replaces_it(recipe_f
         ("a: 1\n---\nb: 2\n", ":2: not valid YAML: but found another document"),
         ("- collect\n", ":1: a recipe is a mapping of sections, such as 'collect:'"),
         ("collect: 4\n", ":1: collect is a section: write its keys below it, indented"),
-        ("collect:\n  window: [4]\n", ":2: collect.window = a list: it takes one value"),
+        ("train:\n  lr: [4]\n", ":2: train.lr = a list: it takes one value"),
         ("bench:\n  windows: {a: 1}\n", ":2: bench.windows = a mapping: it takes a list of plain values"),
         ("bench:\n  windows: []\n", ":2: bench.windows = []: give at least 1 value, such as 1,8,16"),
         ("bench:\n  windows: [0]\n", ":2: bench.windows = 0: it must be at least 1"),
@@ -138,10 +138,8 @@ def test_a_wrong_value_of_the_file_is_told_even_when_a_flag_replaces_it(recipe_f
         ("collect:\n  window: true\n", ":2: collect.window = true: give a whole number"),
         ("generate:\n  window: many\n", ":2: generate.window = many: give a whole number, or auto"),
         ("generate:\n  window: 2000\n", ":2: generate.window = 2000: it must be at most 1024"),
-        (
-            "collect:\n  init: ngram\n",
-            ":2: collect.init = ngram: states are drawn from prompt and prefix alone; use prompt-draw or repeat-last",
-        ),
+        ("collect:\n  window: [4, 4]\n", ":2: collect.window = [4, 4]: the same window twice; give each once"),
+        ("collect:\n  temperature: 1e-4\n", ":2: collect.temperature = 1e-4: give 0 (greedy), or at least 0.001"),
         ("collect:\n  window: 4.5\n", ":2: collect.window = 4.5: give a whole number"),
         ("window: 4\n", ":1: unknown key window (did you mean collect.window or eval.window or generate.window?)"),
         ("train:\n  lora_rank: 4\n", ":2: unknown key train.lora_rank (did you mean lora.rank?)"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jacobi_llm.data import collector, validate
+from jacobi_llm.data import collection, validate
 from jacobi_llm.data.cli import main
 from jacobi_llm.data.store import MANIFEST, Manifest, read_trajectories
 from jacobi_llm.infer.models import LoadedModel
@@ -21,7 +21,7 @@ LoadedFactory = Callable[..., LoadedModel]
 @pytest.fixture(autouse=True)
 def tiny(tiny_loaded: LoadedFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_loaded("llama", torch.float64)
-    monkeypatch.setattr(collector, "load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr(collection, "load_model", lambda *_, **__: loaded)
     monkeypatch.setattr(validate, "load_model", lambda *_, **__: loaded)
 
 
@@ -60,7 +60,7 @@ def test_the_road(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
     assert validated["rerun"]["num_differing"] == 0
 
     assert main(argv) == 0  # nothing is left to do
-    assert "3 trajectories in 2 shards" in capsys.readouterr().err
+    assert "3 trajectories in 2 of 2 shards" in capsys.readouterr().err
 
 
 def test_no_progress_bar_but_on_a_terminal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,7 @@ def test_a_refused_run_leaves_the_set_as_it_was(
     capsys.readouterr()
     assert main([*argv, "--window", "5"]) == 2
     [line] = error_lines(capsys)
-    assert "window: 4 there, 5 now" in line
+    assert "window: [4] there, [5] now" in line
     assert {path.name: path.read_bytes() for path in (tmp_path / "set").iterdir()} == before
 
 

@@ -19,6 +19,7 @@ from jacobi_llm.data.store import (
     MANIFEST,
     Manifest,
     Shard,
+    claimed_shard,
     locked_for_writing,
     read_shard,
     read_trajectories,
@@ -138,15 +139,20 @@ def test_without_a_manifest_the_remedy_is_told(tmp_path: Path) -> None:
 def test_leftovers_of_a_killed_writer_go_away(tmp_path: Path) -> None:
     for name in (".shard-00003.parquet.ab12.tmp", ".manifest.json.x.tmp", ".config.yaml.y.tmp", ".other.tmp", "kept"):
         (tmp_path / name).write_bytes(b"half")
+    Manifest({}, {}, 4).write(tmp_path)
     with locked_for_writing(tmp_path):
-        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".other.tmp", "kept"]
+        left = sorted(path.name for path in tmp_path.iterdir())
+        assert left == [".lock", ".other.tmp", ".shard-00003.parquet.ab12.tmp", "kept", "manifest.json"]
+    with claimed_shard(tmp_path, 3) as is_ours:
+        assert is_ours
+        assert not (tmp_path / ".shard-00003.parquet.ab12.tmp").exists()
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     with (
         locked_for_writing(tmp_path),
-        pytest.raises(RunError, match="another jacobi-data collect"),
-        locked_for_writing(tmp_path),
+        pytest.raises(RunError, match="another process is writing"),
+        locked_for_writing(tmp_path, timeout_s=0),
     ):
         pass
     with locked_for_writing(tmp_path):
@@ -155,7 +161,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"collect\.output"), locked_for_writing(tmp_path / "file" / "set"):
+    with pytest.raises(UsageError, match="another folder"), locked_for_writing(tmp_path / "file" / "set"):
         pass
 
 

@@ -32,7 +32,7 @@ def loaded(tiny_loaded: LoadedFactory) -> LoadedModel:
 def good(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("good")
     prompts = make_prompts(5, with_completions=True)
-    write_set(make_collector(loaded, prompts, target_source=request.param), folder)
+    write_set(make_collector(loaded, target_source=request.param), prompts, folder)
     return folder
 
 
@@ -144,11 +144,14 @@ def test_a_finish_reason_that_the_tokens_deny(copy: Path) -> None:
 def test_a_prompt_twice_and_a_prompt_lost(copy: Path) -> None:
     rows = read_shard(copy, Manifest.read(copy).shards[0])
     replace_shard(copy, 0, [*rows[:2], rows[0]])
-    [fault] = faults_of(copy)
-    assert "source index 0: 2 times" in fault
+    faults = faults_of(copy)
+    assert any("source index 0, window 8: 2 times" in fault for fault in faults)
+    assert any("3 trajectories of 2 prompts" in fault for fault in faults)
     replace_shard(copy, 0, rows[:2])
     [fault] = faults_of(copy)
-    assert "2 trajectories + 0 skipped prompts, collect.shard_size is 3" in fault
+    assert "2 prompts + 0 skipped ones, collect.shard_size is 3" in fault
+    replace_shard(copy, 0, rows, skipped={"reason": [rows[0].source_index]})
+    assert any("is skipped, and in the set once more" in fault for fault in faults_of(copy))
 
 
 def test_all_faults_are_listed_at_once(copy: Path) -> None:

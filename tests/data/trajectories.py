@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jacobi_llm.configs.schema import CollectConfig, Dtype, EngineConfig, PromptFormat
+from jacobi_llm.configs.schema import CollectConfig, Dtype, EngineConfig, PromptFormat, Recipe
+from jacobi_llm.data.collection import Collection
 from jacobi_llm.data.collector import Collector
+from jacobi_llm.data.ranks import Ranks
 from jacobi_llm.data.record import Trajectory
 from jacobi_llm.data.sequential import BlockSettings
+from jacobi_llm.data.sources import PromptSet
 from jacobi_llm.data.store import Manifest, Shard, write_shard
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.models import LoadedModel
@@ -35,24 +38,41 @@ def make_config(**settings: Any) -> CollectConfig:
     return CollectConfig.model_validate({**defaults, **settings})
 
 
-def make_collector(
-    loaded: LoadedModel, prompts: Sequence[Prompt], engine: EngineConfig | None = None, **settings: Any
-) -> Collector:
+def make_collector(loaded: LoadedModel, engine: EngineConfig | None = None, **settings: Any) -> Collector:
     llm = LLMEngine(loaded, engine or EngineConfig(kv_memory_mib=8))
-    return Collector(llm, loaded, make_config(**settings), prompts)
+    return Collector(llm, loaded, make_config(**settings))
 
 
-def settings_of(config: CollectConfig, loaded: LoadedModel) -> BlockSettings:
-    stops = frozenset(loaded.eos_token_ids)
-    return BlockSettings(config.window, config.max_tokens, config.init, config.seed, stops)
+def settings_of(config: CollectConfig, loaded: LoadedModel, window: int | None = None) -> BlockSettings:
+    return BlockSettings.of(config, window or config.window[0], loaded.eos_token_ids)
 
 
-def write_set(collector: Collector, folder: Path) -> Manifest:
+class Unwatched:
+    """Lets the work go on to its end."""
+
+    wants_stop = False
+
+    def __init__(self) -> None:
+        self.finished_numbers: list[int] = []
+
+    def opened(self, manifest: Manifest) -> None:
+        pass
+
+    def finished(self, number: int, shard: Shard, wall_s: float) -> None:
+        self.finished_numbers.append(number)
+
+
+def collection_of(
+    collector: Collector, prompts: Sequence[Prompt], folder: Path, ranks: Ranks | None = None
+) -> Collection:
+    """A hold on the set of ``prompts`` in ``folder``."""
+    recipe = Recipe(collect=collector.config.model_copy(update={"output": str(folder)}))
+    return Collection(recipe, PromptSet(list(prompts)), ranks or Ranks(), collector)
+
+
+def write_set(collector: Collector, prompts: Sequence[Prompt], folder: Path) -> Manifest:
     """Collect into ``folder`` as the command does, and return the manifest."""
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest = collector.open_manifest(folder)
-    collector.complete(folder, manifest)
-    return manifest
+    return collection_of(collector, prompts, folder).work(Unwatched())
 
 
 def replace_shard(folder: Path, number: int, rows: Sequence[Trajectory], **changes: Any) -> None:
@@ -66,5 +86,9 @@ def replace_shard(folder: Path, number: int, rows: Sequence[Trajectory], **chang
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a set by name, the lock and the resolved config aside."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (".lock", "config.yaml")}
+    """Every file of a set by name, locks and the resolved config aside."""
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.is_file() and path.name not in (".lock", "config.yaml")
+    }
