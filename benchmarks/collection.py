@@ -22,14 +22,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from jacobi_llm.configs.files import write_atomically
-from jacobi_llm.configs.schema import CollectConfig, Dtype, EngineConfig, FillPolicy, Split
+from jacobi_llm.configs.schema import CollectConfig, Dtype, EngineConfig, Split
 from jacobi_llm.data.collector import Collector
 from jacobi_llm.data.record import Block
 from jacobi_llm.data.sequential import (
@@ -202,7 +202,7 @@ def say(line: str) -> None:
 def _ways(
     loaded: LoadedModel, engine: LLMEngine, config: CollectConfig, prompts: Sequence[Prompt]
 ) -> dict[str, Callable[[Sequence[Prompt]], Timing]]:
-    collector = Collector(engine, loaded, config, prompts)
+    collector = Collector(engine, loaded, config)
 
     def branches(some: Sequence[Prompt]) -> Timing:
         runner = engine.runner
@@ -244,9 +244,7 @@ def _timed(work: Callable[[], Result]) -> tuple[Result, float, float]:
 
 def _settings(config: CollectConfig, loaded: LoadedModel, prompt_ids: Sequence[int]) -> BlockSettings:
     max_tokens = min(config.max_tokens, loaded.max_context - len(prompt_ids))
-    return BlockSettings(
-        config.window, max_tokens, FillPolicy(config.init), config.seed, frozenset(loaded.eos_token_ids)
-    )
+    return replace(BlockSettings.of(config, config.window[0], loaded.eos_token_ids), max_tokens=max_tokens)
 
 
 def _warm_up(runs: dict[str, Callable[[Sequence[Prompt]], Timing]], prompts: Sequence[Prompt]) -> None:

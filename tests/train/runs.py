@@ -51,7 +51,7 @@ def make_trajectories(count: int = 26, *, window: int = 8) -> list[Trajectory]:
 def write_set(folder: Path, rows: Sequence[Trajectory], **settings: Any) -> Path:
     """Store trajectories as a finished set in two shards."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = {"window": rows[0].window, "tokenizer_sha256": tokenizer_sha256(tiny_tokenizer())}
+    known = {"window": [rows[0].window], "tokenizer_sha256": tokenizer_sha256(tiny_tokenizer())}
     manifest = Manifest({**known, **settings}, {}, num_shards=2)
     for number, part in enumerate((rows[: len(rows) // 2], rows[len(rows) // 2 :])):
         name, digest = write_shard(folder, number, part)
