@@ -36,6 +36,7 @@ EXIT_BROKEN_PIPE = 141
 # What a missing module means for the person who installed only a part.
 _EXTRA_OF_MODULE = {
     "datasets": "data",
+    "ijson": "data",
     "pyarrow": "data",
     "deepspeed": "train",
     "ninja": "train",
@@ -60,6 +61,7 @@ class Command:
         supports_json: whether ``--json`` is a flag of it.
         supports_dry_run: whether ``--dry-run`` is a flag of it.
         accepts_local_rank: whether ``--local_rank=N``, which the DeepSpeed launcher adds, is accepted and ignored.
+        positional: the setting (``section.key``) that arguments without a flag are for; None refuses them.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Command:
     supports_json: bool = False
     supports_dry_run: bool = False
     accepts_local_rank: bool = False
+    positional: str | None = None
 
 
 @dataclass(frozen=True)
@@ -270,8 +273,12 @@ def _parse(usage: str, command: Command, arguments: Sequence[str]) -> _Parsed:
     parsed = _Parsed()
     fields, switches, shorthands = _flag_fields(command), _switches(command), _shorthands(command)
     pending = list(arguments)
+    bare: list[str] = []
     while pending:
         argument = pending.pop(0)
+        if not _is_flag(argument) and command.positional is not None:
+            bare.append(argument)
+            continue
         if not _is_flag(argument):
             parsed.faults.append(f"unexpected argument {argument!r}: settings are flags, see {usage} --help")
             continue
@@ -304,7 +311,17 @@ def _parse(usage: str, command: Command, arguments: Sequence[str]) -> _Parsed:
         else:
             _take_values(pending)
             parsed.faults.append(_unknown_flag(usage, command, typed, name))
+    if command.positional is not None and bare:
+        _take_bare(setting_fields()[command.positional], bare, parsed)
     return parsed
+
+
+def _take_bare(setting: SettingField, bare: list[str], parsed: _Parsed) -> None:
+    """Arguments without a flag are values of ``setting``."""
+    if not setting.many and len(bare) > 1:
+        parsed.faults.append(f"unexpected argument {bare[1]!r}: {setting.key} takes one value, {bare[0]!r} is it")
+    else:
+        parsed.flags.append(FlagValue(setting.key, tuple(bare), setting.key))
 
 
 def _without_no(name: str) -> str:
@@ -378,7 +395,7 @@ def _command_help(usage: str, command: Command) -> str:
     primary = command.sections[0]
     parser = argparse.ArgumentParser(
         prog=usage,
-        usage=f"{usage} [--config NAME|FILE] [flags]",
+        usage=f"{usage}{_bare_help(command)} [--config NAME|FILE] [flags]",
         description=f"{command.summary}\n\nFlags win over the recipe, the recipe over the defaults shown here. "
         f"- and _ are alike in flags.\nEvery flag of {primary} can also be written --{primary}.KEY, as in the recipe "
         "(--engine.KEY for the engine's).\n"
@@ -406,6 +423,13 @@ def _command_help(usage: str, command: Command) -> str:
             text = f"{setting.info.description} (default: {setting.default_text()})".replace("%", "%%")
             group.add_argument(flag, metavar=_metavar(setting), help=text, dest=setting.key)
     return parser.format_help()
+
+
+def _bare_help(command: Command) -> str:
+    if command.positional is None:
+        return ""
+    setting = setting_fields()[command.positional]
+    return f" [{setting.name.upper()}{' ...' if setting.many else ''}]"
 
 
 def _section_summary(section: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from jacobi_llm.configs.errors import RunError, UsageError
 
@@ -25,14 +27,25 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
     Raises:
         RunError: when the folder or the file cannot be written; the file is then what it was.
     """
-    data = content.encode("utf-8") if isinstance(content, str) else content
+    with atomic_writer(path) as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+    return path
+
+
+@contextlib.contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """:func:`write_atomically` for what is written piece by piece: the file appears when the body has ended well.
+
+    Raises:
+        RunError: when the folder or the file cannot be written; the file is then what it was.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "wb", dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, delete=False
         ) as file:
             try:
-                file.write(data)
+                yield cast(BinaryIO, file)
                 file.flush()
                 os.fsync(file.fileno())
                 # Temporary files are private; the finished one gets the permissions of any new file.
@@ -44,7 +57,6 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
         _sync_folder(path.parent)
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror or error})") from error
-    return path
 
 
 def remove_leftovers(path: Path) -> None:

@@ -421,11 +421,67 @@ class BenchConfig(Section):
 
 
 class StatsConfig(Section):
-    """jacobi-data stats and validate."""
+    """What a trajectory set holds: figures, and checks."""
 
     path: str = Field("runs/trajectories", description="folder of trajectories")
-    png: str | None = Field(None, description="write the histogram to this PNG")
+    png: str | None = Field(None, description="stats: write the histograms to this PNG")
+    html: str | None = Field(None, description="stats: write a report to this HTML file; it needs no network")
     rerun: int = Field(0, ge=0, description="validate: completions whose states are recomputed one block at a time")
+
+
+class ShowConfig(Section):
+    """jacobi-data show: one trajectory, state by state."""
+
+    path: str = Field("runs/trajectories", description="folder of trajectories")
+    id: str | None = Field(None, description="id of the trajectory; where several have it (windows), all are shown")
+    row: int | None = Field(None, ge=0, description="number of the trajectory in the set, from 0; null takes the first")
+    block: int | None = Field(None, ge=0, description="number of the one block to show, from 0; null shows all")
+    tokenizer: str | None = Field(None, description="model whose tokenizer is used; null takes the one of the set")
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> ShowConfig:
+        if self.id is not None and self.row is not None:
+            raise ValueError("give id or row, not both")
+        return self
+
+
+class OnDuplicate(StrEnum):
+    """What two trajectories of one prompt and window do: stop, or the first one is kept and the others are counted."""
+
+    FAIL = "fail"
+    FIRST = "first"
+
+
+class MergeConfig(Section):
+    """jacobi-data merge: one trajectory set of several, of one tokenizer."""
+
+    paths: list[str] = Field([], description="folders of the sets, in the order that their rows shall have")
+    output: str = Field("runs/merged", description="folder of the merged set; it must not hold anything yet")
+    on_duplicate: OnDuplicate = Field(
+        OnDuplicate.FAIL, description="two rows of one source, source index and window: fail, or keep the first"
+    )
+    shard_size: int = Field(64, ge=1, description="trajectories per Parquet shard")
+
+
+class SplitBy(StrEnum):
+    """Which trajectories stay together: those of one source row, or of equal prompts."""
+
+    ROW = "row"
+    PROMPT = "prompt"
+
+
+class SplitConfig(Section):
+    """jacobi-data split: two trajectory sets, train and heldout, of one."""
+
+    path: str = Field("runs/trajectories", description="folder of trajectories")
+    output: str = Field("runs/split", description="folder for the sets train and heldout; must hold nothing yet")
+    heldout_share: float = Field(0.1, gt=0, lt=1, description="share of the keys that is held out, by their hash")
+    by: SplitBy = Field(SplitBy.ROW, description="what stays together: a source row (all windows), or equal prompts")
+    groups: str | None = Field(
+        None, description="JSONL prompt file with id and group: trajectories of one group stay together, by their id"
+    )
+    seed: int = Field(0, ge=0, description="another seed holds out others")
+    shard_size: int = Field(64, ge=1, description="trajectories per Parquet shard")
 
 
 class Recipe(Section):
@@ -441,3 +497,6 @@ class Recipe(Section):
     generate: GenerateConfig = Field(default_factory=GenerateConfig)
     bench: BenchConfig = Field(default_factory=BenchConfig)
     stats: StatsConfig = Field(default_factory=StatsConfig)
+    show: ShowConfig = Field(default_factory=ShowConfig)
+    merge: MergeConfig = Field(default_factory=MergeConfig)
+    split: SplitConfig = Field(default_factory=SplitConfig)

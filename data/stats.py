@@ -24,8 +24,8 @@ import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +97,29 @@ class SetProfile:
 
 
 def run(recipe: Recipe, options: Options) -> int:
-    """``jacobi-data stats``: a table, or one JSON object, on standard output; a PNG when asked.
+    """``jacobi-data stats``: a table, or one JSON object, on standard output; a PNG and an HTML report when asked.
 
     Raises:
         UsageError: no trajectory set there, or a PNG without matplotlib.
         RunError: a damaged shard or manifest.
     """
-    folder = Path(recipe.stats.path).expanduser()
-    if recipe.stats.png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"stats.png {recipe.stats.png}: needs matplotlib: pip install 'jacobi-llm[plot]'")
+    config = recipe.stats
+    folder = Path(config.path).expanduser()
+    if config.png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"stats.png {config.png}: needs matplotlib: pip install 'jacobi-llm[plot]'")
     manifest = Manifest.read(folder)
-    profile = profile_set(read_trajectories(folder))
-    report = make_report(manifest, profile)
+    by_window = profile_windows(read_trajectories(folder))
+    profile = joined(by_window.values())
+    report = make_report(manifest, profile, by_window)
     print(json.dumps(report, ensure_ascii=False) if options.json else format_table(str(folder), report))
-    if recipe.stats.png is not None:
-        path = write_atomically(Path(recipe.stats.png).expanduser(), draw_png(profile, str(folder)))
+    if config.png is not None:
+        path = write_atomically(Path(config.png).expanduser(), draw_png(profile, str(folder)))
         print(f"wrote {path}", file=sys.stderr)
+    if config.html is not None:
+        from jacobi_llm.data.stats_html import html_report
+
+        page = html_report(folder.absolute().name, manifest, report, profile)
+        print(f"wrote {write_atomically(Path(config.html).expanduser(), page)}", file=sys.stderr)
     return 0
 
 
@@ -149,21 +156,32 @@ def profile_block(states: Sequence[Sequence[int]], fixed_point: Sequence[int]) -
 
 def profile_set(trajectories: Iterable[Trajectory]) -> SetProfile:
     """Profile a set, one trajectory at a time."""
-    profile = SetProfile()
+    return joined(profile_windows(trajectories).values())
+
+
+def profile_windows(trajectories: Iterable[Trajectory]) -> dict[int, SetProfile]:
+    """Profile the trajectories of each window, by window."""
+    profiles: dict[int, SetProfile] = {}
     for trajectory in trajectories:
-        profile.add(trajectory)
-    return profile
+        profiles.setdefault(trajectory.window, SetProfile()).add(trajectory)
+    return dict(sorted(profiles.items()))
 
 
-def make_report(manifest: Manifest, profile: SetProfile) -> dict[str, Any]:
-    """The figures as plain JSON values; means are null for an empty set."""
+def joined(profiles: Iterable[SetProfile]) -> SetProfile:
+    """The counts of all ``profiles`` together."""
+    total = SetProfile()
+    for profile in profiles:
+        for part in fields(SetProfile):
+            mine, more = getattr(total, part.name), getattr(profile, part.name)
+            setattr(total, part.name, mine + more)
+    return total
 
-    def mean(total: float, count: int) -> float | None:
-        return round(total / count, 4) if count else None
 
-    lengths = sorted(profile.lengths.elements())
-    num_iterations = sum(count * number for number, count in profile.iterations.items())
-    return {
+def make_report(
+    manifest: Manifest, profile: SetProfile, by_window: Mapping[int, SetProfile] | None = None
+) -> dict[str, Any]:
+    """The figures as plain JSON values; means are null for an empty set. ``by_window`` is told if there are several."""
+    report = {
         "shards": len(manifest.shards),
         "shards_of_complete_set": manifest.num_shards,
         "trajectories": profile.num_trajectories,
@@ -173,25 +191,47 @@ def make_report(manifest: Manifest, profile: SetProfile) -> dict[str, Any]:
         "states": profile.num_states,
         "prompt_tokens": profile.num_prompt_tokens,
         "completion_tokens": profile.num_tokens,
-        "completion_length": {
-            "min": lengths[0] if lengths else None,
-            "median": lengths[len(lengths) // 2] if lengths else None,
-            "mean": mean(profile.num_tokens, profile.num_trajectories),
-            "max": lengths[-1] if lengths else None,
-        },
+        "completion_length": _length_figures(profile),
         "finish_reasons": dict(sorted(profile.finish_reasons.items())),
         "skipped": manifest.num_skipped,
         "bad_input": manifest.bad_input,
         "unconverged_blocks": manifest.num_unconverged,
         "fixed_points_other_than_y*": profile.num_other_fixed_points,
-        "tokens_per_forward": mean(profile.num_tokens, profile.num_passes),
-        "iterations_per_block": mean(num_iterations, profile.num_blocks),
-        "tokens_fixed_per_iteration": mean(profile.num_tokens, sum(profile.tokens_fixed.values())),
-        "fast_forwarded_per_block": mean(profile.num_fast_forwarded, profile.num_blocks),
-        "stationary_per_block": mean(profile.num_stationary, profile.num_blocks),
-        "cllm_fast_forward_count": mean(profile.sum_of_block_means, profile.num_blocks),
+        **_iteration_figures(profile),
         "iterations_histogram": {str(key): profile.iterations[key] for key in sorted(profile.iterations)},
         "tokens_fixed_histogram": {str(key): profile.tokens_fixed[key] for key in sorted(profile.tokens_fixed)},
+    }
+    if by_window and len(by_window) > 1:
+        report["by_window"] = {
+            str(window): {"trajectories": one.num_trajectories, "blocks": one.num_blocks, **_iteration_figures(one)}
+            for window, one in by_window.items()
+        }
+    return report
+
+
+def _mean(total: float, count: int) -> float | None:
+    return round(total / count, 4) if count else None
+
+
+def _length_figures(profile: SetProfile) -> dict[str, float | None]:
+    lengths = sorted(profile.lengths.elements())
+    return {
+        "min": lengths[0] if lengths else None,
+        "median": lengths[len(lengths) // 2] if lengths else None,
+        "mean": _mean(profile.num_tokens, profile.num_trajectories),
+        "max": lengths[-1] if lengths else None,
+    }
+
+
+def _iteration_figures(profile: SetProfile) -> dict[str, float | None]:
+    num_iterations = sum(count * number for number, count in profile.iterations.items())
+    return {
+        "tokens_per_forward": _mean(profile.num_tokens, profile.num_passes),
+        "iterations_per_block": _mean(num_iterations, profile.num_blocks),
+        "tokens_fixed_per_iteration": _mean(profile.num_tokens, sum(profile.tokens_fixed.values())),
+        "fast_forwarded_per_block": _mean(profile.num_fast_forwarded, profile.num_blocks),
+        "stationary_per_block": _mean(profile.num_stationary, profile.num_blocks),
+        "cllm_fast_forward_count": _mean(profile.sum_of_block_means, profile.num_blocks),
     }
 
 
@@ -200,7 +240,7 @@ def format_table(title: str, report: dict[str, Any]) -> str:
     rows: list[tuple[str, object]] = []
     for name, value in report.items():
         label = name.replace("_", " ")
-        if name == "shards_of_complete_set" or name.endswith("_histogram"):
+        if name in ("shards_of_complete_set", "by_window") or name.endswith("_histogram"):
             continue
         if name == "shards":
             rows.append((label, f"{value} of {report['shards_of_complete_set']}"))
@@ -208,6 +248,8 @@ def format_table(title: str, report: dict[str, Any]) -> str:
             rows.append((label, ", ".join(f"{key} {count}" for key, count in value.items()) or "none"))
         else:
             rows.append((label, "-" if value is None else value))
+    for window, figures in report.get("by_window", {}).items():
+        rows.append((f"window {window}", ", ".join(f"{key.replace('_', ' ')} {one}" for key, one in figures.items())))
     width = max(len(label) for label, _ in rows)
     lines = [title, *(f"  {label:<{width}}  {value}" for label, value in rows), "", "iterations  blocks"]
     histogram = report["iterations_histogram"]

@@ -124,8 +124,26 @@ class Manifest:
         Raises:
             RunError: the folder cannot be written, or the disk is full.
         """
-        payload = {**asdict(self), "shards": {str(n): asdict(self.shards[n]) for n in sorted(self.shards)}}
-        write_atomically(folder / MANIFEST, json.dumps(payload, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(folder / MANIFEST, json.dumps(self.to_payload(), indent=1, ensure_ascii=False) + "\n")
+
+    def to_payload(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "shards": {str(n): asdict(self.shards[n]) for n in sorted(self.shards)}}
+
+    @classmethod
+    def of_payload(cls, payload: dict[str, Any]) -> Manifest:
+        """Inverse of :meth:`to_payload`.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is none.
+        """
+        shards = {int(number): _parse_shard(int(number), one) for number, one in payload["shards"].items()}
+        manifest = cls(**{**payload, "shards": shards})
+        if not isinstance(manifest.num_shards, int) or not set(shards) <= set(range(manifest.num_shards)):
+            raise ValueError("shards beyond num_shards")
+        if not isinstance(manifest.settings, dict):
+            raise TypeError("settings are no object")
+        return manifest
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -141,12 +159,7 @@ class Manifest:
         try:
             payload = json.loads(path.read_bytes())
             version = payload["schema_version"]
-            shards = {int(number): _parse_shard(int(number), one) for number, one in payload.pop("shards").items()}
-            manifest = cls(**payload, shards=shards)
-            if not isinstance(manifest.num_shards, int) or not set(shards) <= set(range(manifest.num_shards)):
-                raise ValueError("shards beyond num_shards")
-            if not isinstance(manifest.settings, dict):
-                raise TypeError("settings are no object")
+            manifest = cls.of_payload(payload)
         except OSError as error:
             raise RunError(f"{path}: cannot be read ({error.strerror or error})") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -157,7 +170,7 @@ class Manifest:
             raise RunError(
                 f"{path}: schema version {version}, this release reads {SCHEMA_VERSION}; collect the set anew"
             )
-        for number in range(manifest.num_shards if len(shards) < manifest.num_shards else 0):
+        for number in range(0 if manifest.is_complete else manifest.num_shards):
             if number not in manifest.shards and (folder / record_name(number)).is_file():
                 manifest.shards[number] = read_record(folder, number)
         return manifest

@@ -168,7 +168,7 @@ def test_all_faults_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("arguments", "message"),
     [
         (["colect"], "unknown command colect (did you mean collect?)"),
-        ([], "needs a command: prompts, collect, stats, validate"),
+        ([], "needs a command: prompts, collect, stats, show, validate, merge, split"),
         (["--window", "4"], "the command comes first"),
         (["collect", "-w", "4"], "unknown flag -w"),
         (["collect", "--collect-window", "4"], "unknown flag --collect-window (did you mean --collect.window?)"),
@@ -318,3 +318,20 @@ def test_reader_of_a_pipe_may_leave(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 141)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path"), [(["stats", "a/b"], "a/b"), (["stats", "--json", "a"], "a"), (["stats", "--path", "a"], "a")]
+)
+def test_an_argument_without_a_flag_is_the_path(
+    arguments: list[str], path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data_cli.main([*arguments, "--print-config"]) == 0
+    assert f"\nstats:\n  path: {path}\n" in capsys.readouterr().out
+
+
+def test_several_arguments_without_a_flag_are_a_list_or_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert data_cli.main(["merge", "a", "--output", "c", "b", "--print-config"]) == 0
+    assert "  paths:\n  - a\n  - b\n  output: c\n" in capsys.readouterr().out
+    assert data_cli.main(["stats", "a", "b"]) == 2
+    assert "unexpected argument 'b': stats.path takes one value, 'a' is it" in capsys.readouterr().err

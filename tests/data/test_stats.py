@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
 from jacobi_llm.configs.schema import TargetSource
 from jacobi_llm.data.record import Block, Trajectory
-from jacobi_llm.data.stats import BlockProfile, draw_png, format_table, make_report, profile_block, profile_set
+from jacobi_llm.data.stats import (
+    BlockProfile,
+    draw_png,
+    format_table,
+    joined,
+    make_report,
+    profile_block,
+    profile_set,
+    profile_windows,
+)
+from jacobi_llm.data.stats_html import bar_chart, html_report
 from jacobi_llm.data.store import Manifest, Shard
 
 FIXED = [1, 2, 3, 4]
@@ -88,3 +101,38 @@ def test_an_empty_set_has_no_means() -> None:
 def test_the_histogram_is_a_png() -> None:
     pytest.importorskip("matplotlib")
     assert draw_png(profile_set([TRAJECTORY]), "here").startswith(b"\x89PNG")
+
+
+def test_windows_are_told_apart() -> None:
+    other = replace(TRAJECTORY, window=8)
+    by_window = profile_windows([other, TRAJECTORY, TRAJECTORY])
+    assert list(by_window) == [4, 8]
+    report = make_report(Manifest({}, {}, 0), joined(by_window.values()), by_window)
+    assert {window: figures["trajectories"] for window, figures in report["by_window"].items()} == {"4": 2, "8": 1}
+    assert report["trajectories"] == 3
+    assert "window 8" in format_table("here", report)
+
+
+def test_the_report_is_one_file_that_fetches_nothing() -> None:
+    by_window = profile_windows([TRAJECTORY, replace(TRAJECTORY, window=8)])
+    profile = joined(by_window.values())
+    manifest = Manifest({"model": "<b>m</b>"}, {"torch": "2"}, 1, {0: Shard("f", 2, "", {"too <long>": [1]}, 3)})
+    manifest.cleaning = {"exact duplicates": {"removed": 12}}
+    manifest.parents = [{"name": "first", "num_rows_taken": 2}]
+    page = html_report("a & b", manifest, make_report(manifest, profile, by_window), profile)
+    assert re.findall(r"<script|<link|<img|src=|href=|url\(|http", page) == []
+    assert "<b>m</b>" not in page
+    for text in ("a &amp; b", "too &lt;long&gt;", "removed: 12", "Made of: first", "By window", "tokens per forward"):
+        assert text in page
+    document = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>").replace('<meta charset="utf-8">', "")
+        .replace('<meta name="viewport" content="width=device-width">', ""))  # fmt: skip
+    assert len(document.findall(".//svg")) == 3
+    bars = document.findall(".//svg")[0].findall("rect")
+    assert [bar.findtext("title") for bar in bars] == ["1: 2", "2: 0", "3: 2"]
+
+
+def test_many_values_share_bars() -> None:
+    chart = bar_chart("lengths", "tokens", "completions", Counter({1: 2, 1000: 3}))
+    counts = [int(count) for count in re.findall(r"<title>[\d-]+: (\d+)</title>", chart)]
+    assert len(counts) <= 60
+    assert (counts[0], counts[-1], sum(counts)) == (2, 3, 5)
