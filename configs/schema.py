@@ -484,6 +484,39 @@ class SplitConfig(Section):
     shard_size: int = Field(64, ge=1, description="trajectories per Parquet shard")
 
 
+class ExportFormat(StrEnum):
+    """What a set is written as."""
+
+    CONSISTENCY_LLM = "consistency-llm"
+    DATASETS = "datasets"
+
+
+class ExportConfig(Section):
+    """jacobi-data export: a set for other programs."""
+
+    path: str = Field("runs/trajectories", description="folder of trajectories")
+    to: ExportFormat = Field(
+        ExportFormat.DATASETS, description="datasets (a folder for the hub), or consistency-llm (a JSON file)"
+    )
+    output: str = Field("runs/export", description="folder (datasets) or JSON file (consistency-llm) to write")
+    name: str | None = Field(None, description="datasets: title of the data card; null takes the set's folder name")
+    license: str | None = Field(None, description="datasets: licence id for the card, such as apache-2.0")
+    attribution: str | None = Field(None, description="datasets: where the prompts come from, a sentence for the card")
+    language: list[str] = Field([], description="datasets: language codes for the card, such as en")
+
+
+class ImportConfig(Section):
+    """jacobi-data import: a trajectory set of the JSON of Consistency_LLM."""
+
+    path: str = Field("trajectories.json", description="JSON file that export, or the original collector, has written")
+    output: str = Field("runs/imported", description="folder of the set; it must not hold anything yet")
+    tokenizer: str | None = Field(
+        None, description="model whose tokenizer made the ids; needed unless export wrote the file"
+    )
+    on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a faulty record: fail, or skip and count")
+    shard_size: int = Field(64, ge=1, description="trajectories per Parquet shard, unless export wrote the file")
+
+
 class Recipe(Section):
     """One whole road. Each command reads the sections it needs."""
 
@@ -500,3 +533,5 @@ class Recipe(Section):
     show: ShowConfig = Field(default_factory=ShowConfig)
     merge: MergeConfig = Field(default_factory=MergeConfig)
     split: SplitConfig = Field(default_factory=SplitConfig)
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    imports: ImportConfig = Field(default_factory=ImportConfig)

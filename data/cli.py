@@ -70,6 +70,24 @@ COMMANDS = (
         supports_json=True,
         positional="split.path",
     ),
+    cli.Command(
+        name="export",
+        summary="write a set as a data set folder for the hub, or as the JSON of Consistency_LLM",
+        sections=("export",),
+        run="jacobi_llm.data.export:run",
+        example="jacobi-data export runs/trajectories --to consistency-llm --output trajectories.json",
+        supports_json=True,
+        positional="export.path",
+    ),
+    cli.Command(
+        name="import",
+        summary="make a trajectory set of the JSON of Consistency_LLM",
+        sections=("imports",),
+        run="jacobi_llm.data.import_json:run",
+        example="jacobi-data import trajectories.json --output runs/imported",
+        supports_json=True,
+        positional="imports.path",
+    ),
 )
 
 

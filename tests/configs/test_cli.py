@@ -168,7 +168,7 @@ def test_all_faults_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("arguments", "message"),
     [
         (["colect"], "unknown command colect (did you mean collect?)"),
-        ([], "needs a command: prompts, collect, stats, show, validate, merge, split"),
+        ([], "needs a command: prompts, collect, stats, show, validate, merge, split, export, import"),
         (["--window", "4"], "the command comes first"),
         (["collect", "-w", "4"], "unknown flag -w"),
         (["collect", "--collect-window", "4"], "unknown flag --collect-window (did you mean --collect.window?)"),
