@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from jacobi_llm.configs.checkpoint import load_checkpoint_config
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.files import make_folder
 from jacobi_llm.configs.loader import save_resolved
@@ -31,7 +32,7 @@ from jacobi_llm.data.store import (
     write_shard,
 )
 from jacobi_llm.infer.engine import LLMEngine
-from jacobi_llm.infer.models import load_model
+from jacobi_llm.infer.models import LoadedModel, load_model
 from jacobi_llm.infer.prompt import Prompt
 
 
@@ -159,6 +160,7 @@ class Collection:
             num_shards=-(-len(self.found.prompts) // config.shard_size),
             bad_input=self.found.num_skipped,
             cleaning=self.found.cleaning,
+            previous=_previous_round(self.collector.loaded),
         )
 
     def _forget_damaged(self, manifest: Manifest) -> None:
@@ -182,6 +184,14 @@ def package_versions() -> dict[str, str]:
     """Versions that a set or a run records."""
     names = ("jacobi-llm", "torch", "transformers", "pyarrow")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
+
+
+def _previous_round(loaded: LoadedModel) -> dict[str, Any]:
+    """What a checkpoint says of the set that it was trained on: rounds of collection and training form a chain."""
+    checkpoint = load_checkpoint_config(loaded.path)
+    if checkpoint is None:
+        return {}
+    return checkpoint.model_dump(mode="json", include={"data_sha256", "window", "objective", "base_model"})
 
 
 def _check_settings(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

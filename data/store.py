@@ -70,6 +70,8 @@ class Manifest:
         bad_input: reason -> input lines that were no prompts (collect.on_bad_input=skip).
         cleaning: what was done to the prompts before, with counts; empty when nothing was.
         parents: sets that this one was made of, each with its data_sha256 and settings; empty when it was collected.
+        previous: the set that the model was trained on (data_sha256, window, objective, base_model), as its checkpoint
+            says; empty for a model that was not trained here.
     """
 
     settings: dict[str, Any]
@@ -80,6 +82,7 @@ class Manifest:
     bad_input: dict[str, int] = field(default_factory=dict)
     cleaning: dict[str, Any] = field(default_factory=dict)
     parents: list[dict[str, Any]] = field(default_factory=list)
+    previous: dict[str, Any] = field(default_factory=dict)
 
     @property
     def windows(self) -> list[int]:

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from jacobi_llm.configs.checkpoint import CheckpointMode, JacobiCheckpointConfig, save_checkpoint_config
 from jacobi_llm.configs.errors import RunError, UsageError
+from jacobi_llm.configs.schema import FillPolicy, ObjectiveName
 from jacobi_llm.data import cli, collection
 from jacobi_llm.data.ranks import Ranks
 from jacobi_llm.data.record import Trajectory
@@ -212,6 +214,31 @@ def test_an_interrupt_ends_with_130_and_whole_files(loaded: LoadedModel, argv: l
     assert sorted(manifest.shards) == [0, 1, 2]  # the one in hand is finished
     assert len(list(read_trajectories(folder))) == manifest.num_rows
     assert not list(folder.glob("*.tmp"))
+
+
+def test_a_trained_model_names_the_set_of_the_round_before(loaded: LoadedModel, tmp_path: Path) -> None:
+    prompts = make_prompts(2)
+    first = write_set(make_collector(loaded), prompts, tmp_path / "first")
+    assert first.previous == {}
+    checkpoint = JacobiCheckpointConfig(
+        mode=CheckpointMode.MERGED,
+        window=8,
+        fill=FillPolicy.NGRAM,
+        acceptance_by_depth=[],
+        objective=ObjectiveName.JACOBI_FORCING,
+        data_sha256=first.data_sha256,
+        base_model="tiny",
+        tokens_trained=1,
+    )
+    save_checkpoint_config(checkpoint, tmp_path / "model")
+    trained = replace(loaded, path=str(tmp_path / "model"))
+    write_set(make_collector(trained, window=16), prompts, tmp_path / "second")
+    assert Manifest.read(tmp_path / "second").previous == {
+        "data_sha256": first.data_sha256,
+        "window": 8,
+        "objective": "jacobi-forcing",
+        "base_model": "tiny",
+    }
 
 
 # Several workers ----------------------------------------------------------------------------------------------------
