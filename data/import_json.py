@@ -257,8 +257,10 @@ def _import_original(
     settings["window"] = sorted(windows)
     manifest.bad_input = dict(sorted(faults.counts.items()))
     manifest.cleaning = {"import": drop_zeros(repairs.items())}
-    manifest.parents = [{"name": source, "format": "consistency-llm", "settings": {}}]
-    return writer.finish()
+    manifest = writer.finish()
+    manifest.parents = [{"name": source, "format": "consistency-llm", "num_rows_taken": manifest.num_rows}]
+    manifest.write(folder)
+    return manifest
 
 
 def _source_index(group: Sequence[Record], used: set[int]) -> int:

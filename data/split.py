@@ -68,7 +68,7 @@ def split_set(
     num_taken = dict.fromkeys(SIDES, 0)
     for _, rows in read_shards(folder, manifest):
         for row in rows:
-            side = SIDES[hash_share(config.seed, key_of(row)) < config.heldout_share]
+            side = side_of(row, config, key_of)
             num_taken[side] += 1
             writers[side].add(row)
     if empty := [side for side in SIDES if not num_taken[side]]:
@@ -81,6 +81,11 @@ def split_set(
             {**parent_record(folder, manifest, num_taken[side]), "split": _recorded(config), "side": side}
         ]
     return {side: writer.finish() for side, writer in writers.items()}
+
+
+def side_of(row: Trajectory, config: SplitConfig, key_of: Callable[[Trajectory], str]) -> str:
+    """The set that a row belongs to."""
+    return SIDES[hash_share(config.seed, key_of(row)) < config.heldout_share]
 
 
 def hash_share(seed: int, key: str) -> float:
@@ -115,4 +120,5 @@ def key_function(config: SplitConfig) -> Callable[[Trajectory], str]:
 
 
 def _recorded(config: SplitConfig) -> dict[str, Any]:
-    return {"heldout_share": config.heldout_share, "by": config.by.value, "seed": config.seed}
+    groups = None if config.groups is None else Path(config.groups).name
+    return {"heldout_share": config.heldout_share, "by": config.by.value, "seed": config.seed, "groups": groups}

@@ -19,7 +19,7 @@ from typing import Any
 
 from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import JacobiError, RunError
-from jacobi_llm.configs.schema import CollectConfig, Dtype, EngineConfig, Recipe, TargetSource
+from jacobi_llm.configs.schema import CollectConfig, Dtype, EngineConfig, Recipe, SplitConfig, TargetSource
 from jacobi_llm.data.collector import model_sha256
 from jacobi_llm.data.record import Block, Trajectory
 from jacobi_llm.data.sequential import (
@@ -29,6 +29,7 @@ from jacobi_llm.data.sequential import (
     first_state_difference,
     run_sequential,
 )
+from jacobi_llm.data.split import SIDES, key_function, side_of
 from jacobi_llm.data.store import Manifest, Shard, read_shard
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.models import LoadedModel, load_model
@@ -125,13 +126,15 @@ def check_set(folder: Path, manifest: Manifest, num_samples: int = 0) -> tuple[R
         seen.update((row.source, row.source_index, row.window) for row in rows)
         if not manifest.parents:
             report.faults += _share_faults(shard, number, rows, manifest, skipped_before)
+        report.faults += _count_faults(shard, rows)
         for row in rows:
-            faults = check_trajectory(row, manifest.settings)
+            faults = [*check_trajectory(row, manifest.settings), *_side_faults(row, manifest)]
             report.faults += [f"{shard.file}: {fault}" for fault in faults]
             _count(row, report, is_exact=_dtype_of(manifest) is not Dtype.BFLOAT16)
             if not faults:
                 sample.append(row)
         sample = sorted(sample, key=_sample_key)[:num_samples]
+    report.faults += _parent_faults(folder, manifest)
     report.faults += [
         f"source {source}, source index {index}, window {window}: {count} times in the set"
         for (source, index, window), count in seen.items()
@@ -158,6 +161,40 @@ def _share_faults(
     faults += [f"{shard.file}: source index {index} is skipped, and in the set once more" for index in again]
     skipped_before.update(skipped)
     return faults
+
+
+def _count_faults(shard: Shard, rows: Sequence[Trajectory]) -> list[str]:
+    """Whether the figures of a shard are those of its rows, where it has any."""
+    num_tokens = sum(len(row.completion_ids) for row in rows)
+    if shard.num_block_passes and shard.num_completion_tokens != num_tokens:
+        return [f"{shard.file}: {num_tokens} completion tokens, the manifest says {shard.num_completion_tokens}"]
+    return []
+
+
+def _parent_faults(folder: Path, manifest: Manifest) -> list[str]:
+    """Whether a set that was made of others has the rows that it took from them.
+
+    An import that was told to skip bad records has fewer, and says why in ``bad_input``.
+    """
+    if not manifest.parents:
+        return []
+    num_taken = sum(int(parent.get("num_rows_taken", 0)) for parent in manifest.parents)
+    if manifest.num_rows == num_taken or (manifest.num_rows < num_taken and manifest.bad_input):
+        return []
+    names = ", ".join(str(parent.get("name")) for parent in manifest.parents)
+    return [f"{folder}: {manifest.num_rows} trajectories, but {num_taken} were taken from {names}"]
+
+
+def _side_faults(row: Trajectory, manifest: Manifest) -> list[str]:
+    """Whether a row of a split set is on its side; a group file is not there to ask."""
+    if len(manifest.parents) != 1 or manifest.parents[0].get("side") not in SIDES:
+        return []
+    how = manifest.parents[0].get("split", {})
+    if how.get("groups") is not None:
+        return []
+    config = SplitConfig.model_validate({key: how[key] for key in ("heldout_share", "by", "seed") if key in how})
+    side = side_of(row, config, key_function(config))
+    return [] if side == manifest.parents[0]["side"] else [f"trajectory {row.id}: belongs to the set {side}"]
 
 
 def check_trajectory(trajectory: Trajectory, settings: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import RunError
 from jacobi_llm.configs.schema import Recipe, TargetSource
 from jacobi_llm.data import validate
+from jacobi_llm.data.cli import main
 from jacobi_llm.data.record import Block, Trajectory
 from jacobi_llm.data.store import Manifest, read_shard
 from jacobi_llm.infer.models import LoadedModel
@@ -213,3 +214,47 @@ def test_a_near_tie_is_counted_not_a_fault(
     monkeypatch.setattr("jacobi_llm.data.sequential.choice_gap", lambda *_: gap[dtype])
     assert faults_of(copy, rerun=5) == []
     assert "1 blocks differ, 1 of them by rounding" in capsys.readouterr().out
+
+
+def made_faults(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    capsys.readouterr()
+    code = main(["validate", str(folder)])
+    faults = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert code == (1 if faults else 0)
+    return faults
+
+
+@pytest.fixture
+def made(good: Path, tmp_path: Path) -> dict[str, Path]:
+    """A collected set split, merged again, and exported and imported."""
+    split, merged, exported = tmp_path / "split", tmp_path / "merged", tmp_path / "x.json"
+    assert main(["split", str(good), "--output", str(split), "--heldout-share", "0.5", "--seed", "1"]) == 0
+    assert main(["merge", str(split / "train"), str(split / "heldout"), "--output", str(merged)]) == 0
+    assert main(["export", str(merged), "--to", "consistency-llm", "--output", str(exported)]) == 0
+    assert main(["import", str(exported), "--output", str(tmp_path / "imported")]) == 0
+    return {"train": split / "train", "heldout": split / "heldout", "merged": merged, "imported": tmp_path / "imported"}
+
+
+def test_made_sets_have_no_fault(made: dict[str, Path], good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in made.values():
+        assert made_faults(folder, capsys) == []
+    assert Manifest.read(made["merged"]).num_rows == Manifest.read(good).num_rows
+
+
+def test_faults_of_made_sets_are_found(made: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = read_shard(made["merged"], Manifest.read(made["merged"]).shards[0])
+    replace_shard(made["merged"], 0, rows[:-1])
+    [line] = made_faults(made["merged"], capsys)
+    assert f"{len(rows) - 1} trajectories, but {len(rows)} were taken from train, heldout" in line
+
+    replace_shard(made["imported"], 0, rows, num_completion_tokens=1, num_block_passes=1)
+    assert "completion tokens, the manifest says 1" in made_faults(made["imported"], capsys)[0]
+
+    ours, others = (read_shard(made[side], Manifest.read(made[side]).shards[0]) for side in ("train", "heldout"))
+    replace_shard(made["train"], 0, [others[0], *ours[1:]])
+    assert f"trajectory {others[0].id}: belongs to the set heldout" in made_faults(made["train"], capsys)[0]
+
+
+def test_what_is_made_of_others_is_not_run_again(made: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(made["merged"]), "--rerun", "1"]) == 1
+    assert "rerun those" in capsys.readouterr().err
