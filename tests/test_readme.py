@@ -38,9 +38,16 @@ ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
 # docs/log.md is left out: a log tells what was typed then.
 PAGES = {
     name: (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/algorithm.md", "docs/architecture.md")
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/algorithm.md",
+        "docs/architecture.md",
+        "docs/data.md",
+    )
 }
-EXPLAINED = ("README.md", "docs/algorithm.md", "docs/architecture.md")
+EXPLAINED = ("README.md", "docs/algorithm.md", "docs/architecture.md", "docs/data.md")
 ROOMS = ("configs", "data", "train", "infer")
 FOLDERS = (*ROOMS, "scripts", "src", "benchmarks", "tests", "docs")
 PROGRAMS: dict[str, Callable[[Sequence[str]], int]] = {
