@@ -67,7 +67,7 @@ def _collect(
     if config.executor is Executor.RAY:
         from jacobi_llm.data.ray_executor import run_ray
 
-        return run_ray(recipe, found, progress), {}
+        return run_ray(recipe, found, signals, progress), {}
     if config.num_workers > 1:
         return run_workers(recipe, found, ranks, signals, progress), {}
     collection = Collection(recipe, found, ranks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,8 +45,8 @@ class Watcher(Protocol):
     def opened(self, manifest: Manifest) -> None:
         """The set has been opened; its finished shards are those of ``manifest``."""
 
-    def finished(self, number: int, shard: Shard, wall_s: float) -> None:
-        """A shard has been collected in ``wall_s`` seconds."""
+    def finished(self, number: int, shard: Shard) -> None:
+        """A shard has been collected."""
 
 
 class Collection:
@@ -123,7 +122,6 @@ class Collection:
         with claimed_shard(self.folder, number) as is_ours:
             if not is_ours:
                 return
-            started_s = time.perf_counter()
             collected = self.collector.collect(self.prompts_of(number))
             name, digest = write_shard(self.folder, number, collected.trajectories)
             shard = Shard(
@@ -136,7 +134,7 @@ class Collection:
                 collected.num_passes,
             )
             write_record(self.folder, number, shard)
-        watcher.finished(number, shard, time.perf_counter() - started_s)
+        watcher.finished(number, shard)
 
     def prompts_of(self, number: int) -> Sequence[Prompt]:
         """The prompts of one shard."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +26,8 @@ class Progress:
         self._num_prompts = num_prompts
         self._shard_size = shard_size
         self._shards: dict[int, Shard] = {}
+        self._num_new_tokens = 0
+        self._started_s = time.time()
         self._bar = tqdm(total=num_prompts, desc="collect", unit="prompt", file=sys.stderr, disable=None)
 
     def __enter__(self) -> Self:
@@ -43,19 +46,23 @@ class Progress:
         self._shards.update(manifest.shards)
         self._bar.n = sum(self._size_of(number) for number in self._shards)
         if not self.num_finished:
-            # What was there before is not counted into the rate.
-            self._bar.initial = self._bar.n
+            # What was there before is not counted into the rates, nor is the time that loading the model took.
+            self._bar.initial = self._bar.last_print_n = self._bar.n
+            self._bar.unpause()
+            self._started_s = time.time()
         self._bar.refresh()
 
-    def finished(self, number: int, shard: Shard, wall_s: float) -> None:
+    def finished(self, number: int, shard: Shard) -> None:
         self.num_finished += 1
         self._shards[number] = shard
+        # Of all workers together, from the first open set on.
+        self._num_new_tokens += shard.num_completion_tokens
+        rate = self._num_new_tokens / max(time.time() - self._started_s, 1e-9)
         num_tokens = sum(one.num_completion_tokens for one in self._shards.values())
         num_passes = sum(one.num_block_passes for one in self._shards.values())
         num_skipped = sum(len(indices) for one in self._shards.values() for indices in one.skipped.values())
         self._bar.set_postfix_str(
-            f"{shard.num_completion_tokens / wall_s:.0f} tokens/s, TPF {num_tokens / max(num_passes, 1):.2f}, "
-            f"{num_skipped} skipped",
+            f"{rate:.0f} tokens/s, TPF {num_tokens / max(num_passes, 1):.2f}, {num_skipped} skipped",
             refresh=False,
         )
         self._bar.update(self._size_of(number))

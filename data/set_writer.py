@@ -150,4 +150,5 @@ def parent_record(folder: Path, manifest: Manifest, num_rows: int) -> dict[str, 
         "bad_input": manifest.bad_input,
         "cleaning": manifest.cleaning,
         "parents": manifest.parents,
+        "previous": manifest.previous,
     }

@@ -138,8 +138,8 @@ class _Messenger:
     def opened(self, manifest: Manifest) -> None:
         self._connection.send(("opened", manifest))
 
-    def finished(self, number: int, shard: Shard, wall_s: float) -> None:
-        self._connection.send(("finished", (number, shard, wall_s)))
+    def finished(self, number: int, shard: Shard) -> None:
+        self._connection.send(("finished", (number, shard)))
 
 
 def _work(recipe: Recipe, found: PromptSet, ranks: Ranks, connection: Connection) -> None:

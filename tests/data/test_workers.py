@@ -64,11 +64,31 @@ def test_two_workers_make_the_same_set(flags: list[str], alone: dict[str, bytes]
     assert contents(tmp_path / "set") == alone
 
 
+@pytest.mark.slow
 def test_ray_makes_the_same_set(flags: list[str], alone: dict[str, bytes], tmp_path: Path) -> None:
     pytest.importorskip("ray")
     process = start(flags, tmp_path / "set", "--executor", "ray", "--num-workers", "2")
     _, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
+    assert contents(tmp_path / "set") == alone
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_ray_job_with_130_and_the_same_command_goes_on(
+    flags: list[str], alone: dict[str, bytes], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    process = start(flags, tmp_path / "set", "--executor", "ray", "--num-workers", "1")
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "set").glob("shard-*.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.terminate()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    manifest = Manifest.read(tmp_path / "set")
+    assert manifest.shards
+    assert not manifest.is_complete
+    assert start(flags, tmp_path / "set").wait(120) == 0
     assert contents(tmp_path / "set") == alone
 
 

@@ -58,7 +58,7 @@ class Unwatched:
     def opened(self, manifest: Manifest) -> None:
         pass
 
-    def finished(self, number: int, shard: Shard, wall_s: float) -> None:
+    def finished(self, number: int, shard: Shard) -> None:
         self.finished_numbers.append(number)
 
 
