@@ -160,6 +160,7 @@ def _provenance(manifest: Manifest) -> list[str]:
             "cleaning": public(manifest.cleaning) or "none",
             "settings": public(manifest.settings),
             "versions": manifest.versions,
+            "model trained on": public(manifest.previous) or None,
         }
     )
     for parent in manifest.parents:

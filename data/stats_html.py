@@ -50,6 +50,7 @@ def html_report(title: str, manifest: Manifest, report: Mapping[str, Any], profi
         *_section("Cleaning", manifest.cleaning),
         *_section("Settings", manifest.settings),
         *_section("Versions", manifest.versions),
+        *_section("The model was trained on", manifest.previous),
     ]
     for number, parent in enumerate(manifest.parents):
         parts += _section(f"Made of: {parent.get('name', number)}", parent)

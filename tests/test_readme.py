@@ -35,6 +35,7 @@ from tests import tiny_models
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
+EXPLAINED = ("README.md", "docs/algorithm.md", "docs/architecture.md", "docs/trajectories.md")
 # docs/log.md is left out: a log tells what was typed then.
 PAGES = {
     name: (ROOT / name).read_text(encoding="utf-8")
@@ -45,9 +46,10 @@ PAGES = {
         "docs/algorithm.md",
         "docs/architecture.md",
         "docs/data.md",
+        "docs/trajectories.md",
     )
 }
-EXPLAINED = ("README.md", "docs/algorithm.md", "docs/architecture.md", "docs/data.md")
+EXPLAINED = ("README.md", "docs/algorithm.md", "docs/architecture.md", "docs/data.md", "docs/trajectories.md")
 ROOMS = ("configs", "data", "train", "infer")
 FOLDERS = (*ROOMS, "scripts", "src", "benchmarks", "tests", "docs")
 PROGRAMS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -130,6 +132,8 @@ def test_the_programs_are_documented() -> None:
     assert found == set(PROGRAMS)
     subcommands = {tuple(shlex.split(line)[:2]) for page, line in documented_calls() if page == "README.md"}
     wanted = {("jacobi-data", name) for name in ("prompts", "collect", "stats", "validate")}
+    trajectories = {shlex.split(line)[1] for page, line in documented_calls() if page == "docs/trajectories.md"}
+    assert trajectories >= {command.name for command in data_cli.COMMANDS} - {"prompts", "collect"}
     wanted |= {("jacobi-train", "eval"), *(("jacobi-infer", name) for name in ("generate", "bench", "env"))}
     assert subcommands >= wanted
 
@@ -289,7 +293,12 @@ def test_the_tested_blocks_run_in_their_order(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     results = ("runs/smoke/train/final/config.json", "runs/mine/train/final/jacobi_config.json", "prompts.jsonl")
-    results += ("runs/mine/stats.png", "runs/mine/eval/evaluation.png", "runs/mine/answers.jsonl")
+    results += (
+        "runs/mine/stats.png",
+        "runs/mine/stats.html",
+        "runs/mine/eval/evaluation.png",
+        "runs/mine/answers.jsonl",
+    )
     assert [name for name in results if not (tree / name).is_file()] == []
     assert len((tree / "runs/mine/answers.jsonl").read_text(encoding="utf-8").splitlines()) == 4
 
