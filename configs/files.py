@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import BinaryIO, cast
 from jacobi_llm.configs.errors import RunError, UsageError
 
 TEMPORARY_SUFFIX = ".tmp"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_atomically(path: Path, content: str | bytes) -> Path:
@@ -56,7 +58,8 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
                 raise
         _sync_folder(path.parent)
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror or error})") from error
+        remedy = "; free some space, then run the same command again" if error.errno in _FULL else ""
+        raise RunError(f"{path}: cannot be written ({error.strerror or error}){remedy}") from error
 
 
 def remove_leftovers(path: Path) -> None:

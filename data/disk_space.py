@@ -45,15 +45,19 @@ def check_disk_space(folder: Path, config: CollectConfig, num_prompts: int, mani
         likely_bytes = int(_LIKELY_SHARE * most_bytes)
     if likely_bytes > free_bytes:
         raise RunError(
-            f"{folder}: the {num_missing} missing shards will take about {likely_bytes / _MIB:,.0f} MiB, "
-            f"{free_bytes / _MIB:,.0f} MiB are free; free some, choose another collect.output, or set collect.limit"
+            f"{folder}: the {num_missing} missing shards will take about {_mib(likely_bytes)}, "
+            f"{_mib(free_bytes)} are free; free some, choose another collect.output, or set collect.limit"
         )
     if most_bytes > free_bytes:
         print(
-            f"warning: {folder}: the set may take up to {most_bytes / _MIB:,.0f} MiB, {free_bytes / _MIB:,.0f} MiB "
-            "are free; a full disk loses no finished shard, and the same command goes on",
+            f"warning: {folder}: the set may take up to {_mib(most_bytes)}, {_mib(free_bytes)} are "
+            "free; a full disk loses no finished shard, and the same command goes on",
             file=sys.stderr,
         )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:,.0f} MiB" if num_bytes >= 10 * _MIB else f"{num_bytes / _MIB:.3g} MiB"
 
 
 def most_row_bytes(config: CollectConfig) -> int:
