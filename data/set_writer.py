@@ -1,11 +1,12 @@
 """Trajectory sets that are made of what is there already: merged, split, imported. Complete or absent, as a whole.
 
-A set is written into a folder with a temporary name beside its place, and renamed when its manifest is there. Rows are
-held for one shard at a time.
+A set is written into a folder with a temporary name beside its place, and renamed when its manifest is there; what a
+killed command has left is removed by the next one for the same place. Rows are held for one shard at a time.
 """
 
 from __future__ import annotations
 
+import glob
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,11 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.files import TEMPORARY_SUFFIX
 from jacobi_llm.data.record import Trajectory
 from jacobi_llm.data.stats import profile_block
 from jacobi_llm.data.store import Manifest, Shard, write_shard
+
+_DRAWN = "[a-z0-9_]" * 8  # what tempfile puts into a name
 
 
 def read_complete(path: str) -> tuple[Path, Manifest]:
@@ -47,24 +52,45 @@ def fresh_folder(output: str, key: str) -> Iterator[Path]:
 
     Raises:
         UsageError: there is something at ``output``, or nothing can be made there.
-        RunError: the finished folder cannot be put in its place.
+        RunError: another process is writing there, or the finished folder cannot be put in its place.
     """
     folder = Path(output).expanduser().absolute()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UsageError(f"{key}: {output} holds something already; choose another folder, or remove it")
+    with _only_writer(folder, output, key):
+        # Only a writer that was killed leaves such a folder, and it can be as large as a set.
+        for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.{_DRAWN}{TEMPORARY_SUFFIX}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=TEMPORARY_SUFFIX))
+        except OSError as error:
+            raise UsageError(f"{key}: {output} cannot be made ({error.strerror or error}); choose another") from error
+        try:
+            yield staging
+            staging.chmod(folder.parent.stat().st_mode & 0o777)  # temporary folders are private
+            staging.replace(folder)
+        except OSError as error:
+            raise RunError(f"{output}: cannot be written ({error.strerror or error})") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def _only_writer(folder: Path, output: str, key: str) -> Iterator[None]:
+    path = folder.parent / f".{folder.name}.lock"
+    lock = FileLock(path, timeout=0)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=TEMPORARY_SUFFIX))
+        lock.acquire()
+    except Timeout:
+        raise RunError(f"{output}: another process is writing there; wait for it, or choose another folder") from None
     except OSError as error:
         raise UsageError(f"{key}: {output} cannot be made ({error.strerror or error}); choose another") from error
     try:
-        yield staging
-        staging.chmod(folder.parent.stat().st_mode & 0o777)  # temporary folders are private
-        staging.replace(folder)
-    except OSError as error:
-        raise RunError(f"{output}: cannot be written ({error.strerror or error})") from error
+        yield
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        path.unlink(missing_ok=True)
+        lock.release()
 
 
 class SetWriter:
