@@ -156,6 +156,25 @@ class Manifest:
             UsageError: there is none in ``folder``.
             RunError: it, or a record, cannot be read or parsed, or it is of another schema version.
         """
+        manifest = cls.read_alone(folder)
+        for number in range(0 if manifest.is_complete else manifest.num_shards):
+            path = folder / record_name(number)
+            if number in manifest.shards or not path.is_file():
+                continue
+            try:
+                manifest.shards[number] = read_record(folder, number)
+            except RunError:
+                if path.exists():
+                    raise
+        if not manifest.is_complete:
+            # Whoever closed the set meanwhile has moved the records into the manifest.
+            now = cls.read_alone(folder)
+            manifest = now if now.is_complete else manifest
+        return manifest
+
+    @classmethod
+    def read_alone(cls, folder: Path) -> Manifest:
+        """As :meth:`read`, without the records: what it costs does not grow with a set that is being collected."""
         path = folder / MANIFEST
         if not path.is_file():
             raise UsageError(f"{folder}: no {MANIFEST} here; collect trajectories first (jacobi-data collect)")
@@ -173,9 +192,6 @@ class Manifest:
             raise RunError(
                 f"{path}: schema version {version}, this release reads {SCHEMA_VERSION}; collect the set anew"
             )
-        for number in range(0 if manifest.is_complete else manifest.num_shards):
-            if number not in manifest.shards and (folder / record_name(number)).is_file():
-                manifest.shards[number] = read_record(folder, number)
         return manifest
 
 
@@ -336,7 +352,7 @@ def close_set(folder: Path) -> Manifest:
 
 def _is_finished(folder: Path, number: int) -> bool:
     # In this order: a record is removed only when the manifest has it.
-    return (folder / record_name(number)).is_file() or number in Manifest.read(folder).shards
+    return (folder / record_name(number)).is_file() or number in Manifest.read_alone(folder).shards
 
 
 def _parse_shard(number: int, record: dict[str, Any]) -> Shard:

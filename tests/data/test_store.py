@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.files import remove_leftovers, write_atomically
+from jacobi_llm.data import store
 from jacobi_llm.data.store import (
     MANIFEST,
     Manifest,
     Shard,
     claimed_shard,
+    close_set,
     locked_for_writing,
     read_shard,
     read_trajectories,
+    write_record,
     write_shard,
 )
 from tests.data.test_record import GOOD
@@ -51,6 +54,28 @@ def test_what_was_written_is_read_back(folder: Path) -> None:
     assert [row.id for row in read_trajectories(folder)] == ["a", "b", "c"]
     assert read_shard(folder, manifest.shards[0]) == ROWS
     assert not list(folder.glob(".*"))
+
+
+def test_a_set_that_is_closed_while_it_is_read_is_read_whole(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Manifest.read(folder)
+    for shard in whole.shards.values():
+        (tmp_path / shard.file).write_bytes((folder / shard.file).read_bytes())
+    replace(whole, shards={}).write(tmp_path)
+    for number, shard in whole.shards.items():
+        write_record(tmp_path, number, shard)
+
+    read_record = store.read_record
+
+    def too_late(path: Path, number: int) -> Shard:
+        monkeypatch.undo()
+        close_set(path)
+        return read_record(path, number)
+
+    monkeypatch.setattr(store, "read_record", too_late)
+    assert Manifest.read(tmp_path) == whole
+    assert not list(tmp_path.glob("shard-*.json"))
 
 
 def test_a_shard_is_plain_parquet(folder: Path) -> None:
