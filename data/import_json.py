@@ -156,6 +156,8 @@ def _manifest_of(first: tuple[int, Record] | None, path: Path) -> Manifest | Non
     stated = first[1][MANIFEST_KEY]
     try:
         manifest = Manifest.of_payload(stated)
+        if not manifest.is_complete:
+            raise ValueError("it does not name all shards")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path}: record 0: {MANIFEST_KEY} is damaged ({error}); export the set anew") from error
     if manifest.schema_version != SCHEMA_VERSION:

@@ -144,8 +144,7 @@ class Manifest:
         manifest = cls(**{**payload, "shards": shards})
         if not isinstance(manifest.num_shards, int) or not set(shards) <= set(range(manifest.num_shards)):
             raise ValueError("shards beyond num_shards")
-        if not isinstance(manifest.settings, dict):
-            raise TypeError("settings are no object")
+        _check_types(manifest)
         return manifest
 
     @classmethod
@@ -355,9 +354,31 @@ def _is_finished(folder: Path, number: int) -> bool:
     return (folder / record_name(number)).is_file() or number in Manifest.read_alone(folder).shards
 
 
+def _check_types(manifest: Manifest) -> None:
+    """What a manifest of unknown origin must be for its readers to rely on it."""
+    for key in ("settings", "versions", "bad_input", "cleaning", "previous"):
+        if not isinstance(getattr(manifest, key), dict):
+            raise TypeError(f"{key} is no object")
+    if not isinstance(manifest.parents, list) or not all(isinstance(one, dict) for one in manifest.parents):
+        raise TypeError("parents is no list of objects")
+    if not all(_is_count(count) for count in manifest.bad_input.values()):
+        raise TypeError("bad_input holds something that is no count")
+    windows = manifest.settings.get("window", [])
+    if not isinstance(windows, list) or not all(_is_count(window) for window in windows):
+        raise TypeError("settings.window is no list of numbers")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _parse_shard(number: int, record: dict[str, Any]) -> Shard:
     shard = Shard(**record)
     # The name decides what is read and replaced: it must not lead out of the folder.
-    if shard.file != shard_name(number) or not isinstance(shard.sha256, str) or not isinstance(shard.num_rows, int):
+    counts = (shard.num_rows, shard.num_unconverged, shard.num_completion_tokens, shard.num_block_passes)
+    is_sound = shard.file == shard_name(number) and isinstance(shard.sha256, str) and all(map(_is_count, counts))
+    if not is_sound or not isinstance(shard.skipped, dict):
         raise ValueError(f"shard {number} is not described rightly")
+    if not all(isinstance(one, list) and all(map(_is_count, one)) for one in shard.skipped.values()):
+        raise ValueError(f"the skipped prompts of shard {number} are not described rightly")
     return shard

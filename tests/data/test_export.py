@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import pickle
 from collections import Counter
@@ -17,10 +19,10 @@ from hypothesis import strategies as st
 
 from jacobi_llm.configs.schema import ExportConfig, TargetSource
 from jacobi_llm.data.cli import main
-from jacobi_llm.data.consistency_llm import Vocabulary, row_of_original
+from jacobi_llm.data.consistency_llm import Vocabulary, records_of, row_of_original
 from jacobi_llm.data.data_card import public
 from jacobi_llm.data.record import Block, Trajectory
-from jacobi_llm.data.store import Manifest, read_trajectories
+from jacobi_llm.data.store import Manifest, Shard, read_trajectories
 from jacobi_llm.infer.models import LoadedModel
 from tests.data.random_sets import EOS, rows_of_sets, write_rows
 from tests.data.test_show import ROW
@@ -327,3 +329,58 @@ def test_nothing_is_exported_over_something(tmp_path: Path, capsys: pytest.Captu
     assert main(["export", str(tmp_path / "empty"), *hub_flags(tmp_path / "b")]) == 2
     assert "no trajectory" in error_lines(capsys)[0]
     assert ExportConfig().to == "datasets"
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+PLACES = [
+    ("data_id",),
+    ("jacobian_itr_id",),
+    ("prompt_ids",),
+    ("answer_trajectory_ids",),
+    ("answer_trajectory_ids", 1),
+    ("answer_trajectory_ids", 1, 0),
+    ("teacher_output_ids",),
+    ("complete_teacher_output_ids",),
+    ("jacobi_llm",),
+    *(("jacobi_llm", key) for key in ("id", "source_index", "window", "start", "num_states", "num_blocks", "shard")),
+    *(("jacobi_llm", key) for key in ("num_prompt_tokens", "num_augmented_states", "finish_reason", "target_source")),
+    ("jacobi_llm_set",),
+    *(("jacobi_llm_set", "shards", "0", key) for key in ("num_rows", "sha256", "skipped", "num_unconverged")),
+    ("jacobi_llm_set", "settings", "window"),
+    *(("jacobi_llm_set", key) for key in ("cleaning", "previous", "schema_version")),
+    *(("jacobi_llm_set", key) for key in ("settings", "shards", "num_shards", "bad_input", "parents", "versions")),
+]
+
+
+@settings(max_examples=60)
+@given(place=st.sampled_from(PLACES), value=JSON_VALUES, keeps_manifest=st.booleans(), skips=st.booleans())
+def test_whatever_is_in_a_file_there_is_no_traceback(
+    place: tuple[Any, ...], value: Any, keeps_manifest: bool, skips: bool, tiny_checkpoint: Path
+) -> None:
+    manifest = Manifest({"window": [6]}, {}, 1, {0: Shard("shard-00000.parquet", 2, "0")})
+    rows = [ROW, Trajectory(**{**vars_of(ROW), "source_index": 8})]
+    records = [record for number, row in enumerate(rows) for record in records_of(row, number, 0)]
+    if keeps_manifest:
+        records[0]["jacobi_llm_set"] = manifest.to_payload()
+    inner: Any = records[0]
+    for step in place[:-1]:
+        inner = inner.setdefault(step, {}) if isinstance(inner, dict) else inner[step]
+    inner[place[-1]] = value
+    flags = ["--tokenizer", str(tiny_checkpoint)] if not keeps_manifest else []
+    with TemporaryDirectory() as name:
+        root = Path(name)
+        (root / "a.json").write_text(json.dumps(records))
+        err = io.StringIO()
+        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+            command = ["import", str(root / "a.json"), "--output", str(root / "b"), *flags]
+            code = main([*command, *(["--on-bad-input", "skip"] if skips else [])])
+        assert "internal" not in err.getvalue(), err.getvalue()
+        assert (root / "b").exists() is (code == 0)
+        assert not [path for path in root.iterdir() if path.name not in ("a.json", "b")]
+        if code == 0:
+            num_left_out = sum(Manifest.read(root / "b").bad_input.values())
+            assert skips or num_left_out == 0 or place[0] == "jacobi_llm_set"

@@ -37,7 +37,7 @@ ROWS = [GOOD, replace(GOOD, id="b", source_index=8)]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A set of two shards. Shared: copy what you change."""
     path = tmp_path_factory.mktemp("set")
-    manifest = Manifest({"window": 3}, {"python": "3"}, 2, bad_input={"broken JSON": 1})
+    manifest = Manifest({"window": [3]}, {"python": "3"}, 2, bad_input={"broken JSON": 1})
     for number, rows in enumerate((ROWS, [replace(GOOD, id="c", source_index=9)])):
         name, digest = write_shard(path, number, rows)
         manifest.shards[number] = Shard(name, len(rows), digest, {"reason": [1, 2]}, number)
