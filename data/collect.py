@@ -18,7 +18,7 @@ from jacobi_llm.configs.schema import CollectConfig, Executor, Recipe
 from jacobi_llm.data.collection import Collection
 from jacobi_llm.data.progress import Progress
 from jacobi_llm.data.ranks import Ranks
-from jacobi_llm.data.sources import PromptSet, read_source
+from jacobi_llm.data.sources import PromptSet, read_source, tell
 from jacobi_llm.data.stop_signals import StopSignals
 from jacobi_llm.data.store import Manifest
 from jacobi_llm.data.workers import run_workers
@@ -36,8 +36,16 @@ def run(recipe: Recipe, options: Options) -> int:
     config = recipe.collect
     ranks = Ranks.of_environment()
     found = read_source(
-        config.input, config.split, limit=config.limit, seed=config.seed, on_bad_input=config.on_bad_input
+        config.input,
+        config.split,
+        limit=config.limit,
+        seed=config.seed,
+        on_bad_input=config.on_bad_input,
+        reading=recipe.source,
+        cleaning=recipe.clean,
     )
+    if not ranks.rank:
+        tell(found)
     if options.dry_run:
         if not ranks.rank:
             print(json.dumps(_plan(config, found)) if options.json else _plan_line(config, found))

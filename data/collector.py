@@ -15,10 +15,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from jacobi_llm.configs.errors import UsageError
-from jacobi_llm.configs.schema import Augmentation, CollectConfig, OnBadInput, TargetSource
+from jacobi_llm.configs.schema import Augmentation, CollectConfig, OnBadInput, Split, TargetSource
 from jacobi_llm.data.augmentation import augmented_states
 from jacobi_llm.data.block_starts import block_starts
 from jacobi_llm.data.branches import Branch, Target, initial_state, run_branches
+from jacobi_llm.data.degeneration import degeneration
 from jacobi_llm.data.record import Block, Trajectory
 from jacobi_llm.data.stats import profile_block
 from jacobi_llm.data.target_sampling import noise_seed, target_sampling
@@ -140,7 +141,8 @@ class Collector:
     def _collect_wave(self, wave: Sequence[_Job], collected: Collected) -> None:
         outputs = self.engine.generate(self._target_request(job) for job in wave)
         try:
-            targets = [self._target_of(job, output) for job, output in zip(wave, outputs, strict=True)]
+            decoded = [self._target_of(job, output) for job, output in zip(wave, outputs, strict=True)]
+            wave, targets = self._without_degenerate(wave, decoded, collected)
             runs = [[open_branches(target, self.config, window) for window in self.config.window] for target in targets]
             run_branches(
                 [branch for by_window in runs for branches in by_window for branch in branches],
@@ -166,6 +168,21 @@ class Collector:
                 )
             else:
                 collected.skipped.setdefault(_NOT_FINITE, []).append(job.prompt.source_index)
+
+    def _without_degenerate(
+        self, wave: Sequence[_Job], targets: Sequence[Target], collected: Collected
+    ) -> tuple[Sequence[_Job], Sequence[Target]]:
+        """Those to go on with; held-out sets keep all, since hard cases end in loops and must be measured too."""
+        if not self.config.filter_outputs or self.config.split is Split.HELDOUT:
+            return wave, targets
+        kept = []
+        for job, target in zip(wave, targets, strict=True):
+            reason = degeneration(target.completion_ids)
+            if reason is None:
+                kept.append((job, target))
+            else:
+                collected.skipped.setdefault(reason, []).append(job.prompt.source_index)
+        return [job for job, _ in kept], [target for _, target in kept]
 
     def _target_request(self, job: _Job) -> Request:
         """Decode y*; a given completion is prefilled instead (all but its last token needs K/V)."""

@@ -105,7 +105,7 @@ def parse_prompt(record: object, *, source: str = "-", source_index: int = 0, de
         BadRecordError: the record is not a prompt; the reason says why.
     """
     if not isinstance(record, Mapping):
-        raise BadRecordError("not a JSON object", f"not a JSON object but {_kind(record)}")
+        raise BadRecordError("not a JSON object", f"not a JSON object but {kind_of(record)}")
     has_prompt = record.get("prompt") is not None
     has_messages = record.get("messages") is not None
     if has_prompt and has_messages:
@@ -116,22 +116,22 @@ def parse_prompt(record: object, *, source: str = "-", source_index: int = 0, de
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     if has_prompt:
-        text = _string(record, "prompt")
+        text = text_or_none(record, "prompt")
         if text == "":
             raise BadRecordError("empty prompt")
     else:
         messages = _parse_messages(record["messages"])
-    completion = _string(record, "completion")
+    completion = text_or_none(record, "completion")
     return Prompt(
-        id=_parse_id(record.get("id"), default_id or str(source_index + 1)),
+        id=parse_id(record.get("id"), default_id or str(source_index + 1)),
         source=source,
         source_index=source_index,
         messages=messages,
         text=text,
-        completion=_string(record, "response") if completion is None else completion,
-        group=_text_or_number(record, "group"),
-        answer=_text_or_number(record, "answer"),
-        adapter=_string(record, "adapter"),
+        completion=text_or_none(record, "response") if completion is None else completion,
+        group=text_or_number(record, "group"),
+        answer=text_or_number(record, "answer"),
+        adapter=text_or_none(record, "adapter"),
     )
 
 
@@ -155,14 +155,14 @@ def read_prompt_file(path: str | Path, on_bad_input: OnBadInput = OnBadInput.FAI
     first_line_of: dict[str, int] = {}
     for number, line in _lines(str(path), name):
         try:
-            prompt = parse_prompt(_decode(line), source=name, source_index=number - 1, default_id=str(number))
+            prompt = parse_prompt(decode_line(line), source=name, source_index=number - 1, default_id=str(number))
             if prompt.id in first_line_of:
                 raise BadRecordError(
                     "duplicate id", f"duplicate id '{prompt.id}' (first on line {first_line_of[prompt.id]})"
                 )
         except BadRecordError as error:
             skipped[error.reason] += 1
-            fault = f"{name}:{number}: {_printable(error.detail)}"
+            fault = f"{name}:{number}: {printable(error.detail)}"
             if on_bad_input is OnBadInput.SKIP:
                 _LOGGER.warning("%s; skipped", fault)
             elif len(faults) < MAX_REPORTED_FAULTS:
@@ -231,7 +231,7 @@ def _token_ids(encoded: Mapping[str, Any]) -> list[int]:
 
 def _parse_messages(value: object) -> tuple[Message, ...]:
     if not isinstance(value, list):
-        raise BadRecordError("'messages' is not a list", f"'messages' is {_kind(value)}, not a list")
+        raise BadRecordError("'messages' is not a list", f"'messages' is {kind_of(value)}, not a list")
     if not value:
         raise BadRecordError("empty 'messages'")
     turns = tuple(_parse_message(item, index) for index, item in enumerate(value))
@@ -252,28 +252,33 @@ def _parse_messages(value: object) -> tuple[Message, ...]:
 
 def _parse_message(item: object, index: int) -> Message:
     if not isinstance(item, Mapping):
-        raise BadRecordError("message is not an object", f"messages[{index}] is {_kind(item)}, not an object")
+        raise BadRecordError("message is not an object", f"messages[{index}] is {kind_of(item)}, not an object")
     role = item.get("role")
     if role in ("tool", "function"):
         raise BadRecordError("tool messages are not supported", f"messages[{index}]: role '{role}' is not supported")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRecordError("unknown role", f"messages[{index}]: unknown role {role!r}; roles: {', '.join(ROLES)}")
-    return Message(role, _content(item.get("content"), f"messages[{index}]"))
+    return Message(role, content_text(item.get("content"), f"messages[{index}]"))
 
 
-def _content(value: object, place: str) -> str:
+def content_text(value: object, place: str) -> str:
+    """Return the text of a turn: null is empty, text parts are joined with nothing between them.
+
+    Raises:
+        BadRecordError: it holds something else than text.
+    """
     if value is None:
         return ""
     if isinstance(value, str):
-        return _checked_text(value, place)
+        return checked_text(value, place)
     if not isinstance(value, list):
-        raise BadRecordError("bad message content", f"{place}: content is {_kind(value)}, not text")
+        raise BadRecordError("bad message content", f"{place}: content is {kind_of(value)}, not text")
     return "".join(_part(part, place) for part in value)
 
 
 def _part(part: object, place: str) -> str:
     if isinstance(part, str):
-        return _checked_text(part, place)
+        return checked_text(part, place)
     if isinstance(part, Mapping):
         kind = part.get("type", "text")
         if kind != "text":
@@ -282,35 +287,50 @@ def _part(part: object, place: str) -> str:
             )
         text = part.get("text")
         if isinstance(text, str):
-            return _checked_text(text, place)
+            return checked_text(text, place)
     raise BadRecordError("bad message content", f"{place}: a content part has no text")
 
 
-def _parse_id(value: object, default: str) -> str:
+def parse_id(value: object, default: str) -> str:
+    """Return an id as text.
+
+    Raises:
+        BadRecordError: it is neither a string nor an integer.
+    """
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise BadRecordError("bad id", f"'id' is {_kind(value)}, not a string or an integer")
-    return _checked_text(str(value), "'id'")
+        raise BadRecordError("bad id", f"'id' is {kind_of(value)}, not a string or an integer")
+    return checked_text(str(value), "'id'")
 
 
-def _string(record: Mapping[Any, Any], key: str) -> str | None:
+def text_or_none(record: Mapping[Any, Any], key: str) -> str | None:
+    """Return an optional text of a record.
+
+    Raises:
+        BadRecordError: it is no string.
+    """
     value = record.get(key)
     if value is None:
         return None
     if not isinstance(value, str):
-        raise BadRecordError(f"'{key}' is not a string", f"'{key}' is {_kind(value)}, not a string")
-    return _checked_text(value, f"'{key}'")
+        raise BadRecordError(f"'{key}' is not a string", f"'{key}' is {kind_of(value)}, not a string")
+    return checked_text(value, f"'{key}'")
 
 
-def _text_or_number(record: Mapping[Any, Any], key: str) -> str | None:
+def text_or_number(record: Mapping[Any, Any], key: str) -> str | None:
+    """Return an optional text or number of a record, as text.
+
+    Raises:
+        BadRecordError: it is neither.
+    """
     value = record.get(key)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    return _string(record, key)
+    return text_or_none(record, key)
 
 
-def _checked_text(text: str, place: str) -> str:
+def checked_text(text: str, place: str) -> str:
     # A lone surrogate (a JSON escape such as \ud800) cannot be written back as UTF-8 or tokenised.
     try:
         text.encode("utf-8")
@@ -319,17 +339,18 @@ def _checked_text(text: str, place: str) -> str:
     return text
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Name the JSON type of a value."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return the text with line breaks and control characters escaped, so that one fault stays one line."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def _decode(line: bytes) -> object:
+def decode_line(line: bytes) -> object:
     """Decode one JSON line.
 
     Raises:
@@ -362,15 +383,16 @@ def _lines(path: str, name: str) -> Iterator[tuple[int, bytes]]:
     """
     try:
         if path == "-":
-            yield from _numbered(sys.stdin.buffer)
+            yield from numbered_lines(sys.stdin.buffer)
         else:
             with Path(path).expanduser().open("rb") as stream:
-                yield from _numbered(stream)
+                yield from numbered_lines(stream)
     except OSError as error:
         raise UsageError(f"{name}: cannot read the prompt file: {error.strerror or error}") from error
 
 
-def _numbered(stream: BinaryIO) -> Iterable[tuple[int, bytes]]:
+def numbered_lines(stream: BinaryIO) -> Iterable[tuple[int, bytes]]:
+    """Yield (number from 1, bytes without the line end) of every line that is not blank; memory stays bounded."""
     number = 0
     while True:
         # Bounded, so that a file without line breaks cannot take all memory; the rest of a long line is read past.

@@ -62,9 +62,9 @@ def test_a_draw_is_seeded_and_grows(tmp_path: Path) -> None:
 def test_sources_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean stdlib"):
         read_source("stdlb", Split.ALL)
-    with pytest.raises(UsageError, match="no such file"):
+    with pytest.raises(UsageError, match="no such file or folder"):
         read_source(str(tmp_path / "none.jsonl"), Split.ALL)
-    with pytest.raises(UsageError, match="a folder"):
+    with pytest.raises(UsageError, match="a folder without data files"):
         read_source(str(tmp_path), Split.ALL)
     with pytest.raises(UsageError, match="split=all"):
         read_source(str(prompt_file(tmp_path, 1)), Split.HELDOUT)
