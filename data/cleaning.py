@@ -131,7 +131,7 @@ def _length_fault(prompt: Prompt, config: CleanConfig) -> str | None:
 
 def _repeats(prompt: Prompt, seen: set[bytes]) -> str | None:
     turns = [(turn.role, turn.content) for turn in as_messages(prompt)]
-    key = hashlib.blake2b(repr((turns, prompt.completion)).encode("utf-8"), digest_size=16).digest()
+    key = hashlib.blake2b(repr(turns).encode("utf-8"), digest_size=16).digest()
     if key in seen:
         return "exact duplicate"
     seen.add(key)

@@ -17,7 +17,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +32,7 @@ ROLES = ("system", "developer", "user", "assistant")
 MAX_LINE_BYTES = 16 << 20
 MAX_REPORTED_FAULTS = 20
 _BOM = b"\xef\xbb\xbf"
+_TEMPLATE_FAULTS = (TemplateError, ValueError, TypeError, KeyError)
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -192,8 +193,9 @@ def as_messages(prompt: Prompt) -> tuple[Message, ...]:
 def render_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, format: PromptFormat) -> list[int]:
     """Return the token ids that the model reads before it answers.
 
-    CHAT renders the conversation with the tokenizer's chat template and opens the assistant's turn. RAW tokenises the
-    text with the tokenizer's own rule for special tokens; white space is kept as it is in both.
+    CHAT renders the conversation with the tokenizer's chat template and opens the assistant's turn. Where the template
+    refuses a system turn, or leaves it out, its text, a blank line and the first user turn are one user turn. RAW
+    tokenises the text with the tokenizer's own rule for special tokens; white space is kept as it is in both.
 
     Raises:
         UsageError: no chat template, a template that refuses the conversation, messages in raw format, or a prompt
@@ -215,14 +217,34 @@ def render_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, format: Pr
 def _render_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not tokenizer.chat_template:
         raise UsageError(f"prompt '{prompt.id}': the model's tokenizer has no chat template; use --raw")
-    turns = [{"role": turn.role, "content": turn.content} for turn in as_messages(prompt)]
+    turns = as_messages(prompt)
+    has_system = len(turns) > 1 and turns[0].role in ("system", "developer") and turns[1].role == "user"
+    system = turns[0].content.strip() if has_system else ""
     try:
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"prompt '{prompt.id}': the chat template refuses it: {reason}") from error
+        text = _templated(turns, tokenizer)
+        is_whole = system in text
+    except _TEMPLATE_FAULTS as error:
+        if not system:
+            raise UsageError(f"prompt '{prompt.id}': the chat template refuses it: {_first_line(error)}") from error
+        is_whole = False
+    if not is_whole:
+        # Some templates have no place for a system turn: they refuse it, or leave it out without a word.
+        joined = (Message("user", f"{turns[0].content}\n\n{turns[1].content}"), *turns[2:])
+        try:
+            text = _templated(joined, tokenizer)
+        except _TEMPLATE_FAULTS as error:
+            raise UsageError(f"prompt '{prompt.id}': the chat template refuses it: {_first_line(error)}") from error
     # The template writes the beginning-of-sequence token itself where the model wants one.
-    return _token_ids(tokenizer(str(text), add_special_tokens=False))
+    return _token_ids(tokenizer(text, add_special_tokens=False))
+
+
+def _templated(turns: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+    plain = [{"role": turn.role, "content": turn.content} for turn in turns]
+    return str(tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _token_ids(encoded: Mapping[str, Any]) -> list[int]:

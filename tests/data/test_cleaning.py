@@ -40,10 +40,10 @@ def test_lengths_and_exact_duplicates_are_counted(tmp_path: Path) -> None:
         {"prompt": "abcdef"},
     ]
     found = clean(tmp_path, rows, min_chars=2, max_chars=5, duplicates="exact")
-    assert [prompt.id for prompt in found.prompts] == ["1", "3"]
+    assert [prompt.id for prompt in found.prompts] == ["1"]
     length, exact = found.cleaning["steps"]
     assert (length["num_in"], length["num_dropped"]) == (5, {"prompt too short": 1, "prompt too long": 1})
-    assert (exact["num_in"], exact["num_dropped"]) == (3, {"exact duplicate": 1})
+    assert (exact["num_in"], exact["num_dropped"]) == (3, {"exact duplicate": 2})
 
 
 def test_near_duplicates(tmp_path: Path) -> None:

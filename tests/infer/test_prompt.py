@@ -231,3 +231,16 @@ def test_rendering_refuses_clearly() -> None:
 def test_answers_and_groups_may_be_numbers() -> None:
     prompt = parse_prompt({"prompt": "2 + 2?", "answer": 4, "group": 3})
     assert (prompt.answer, prompt.group) == ("4", "3")
+
+
+def test_system_text_of_templates_without_a_place_for_it() -> None:
+    tokenizer = tiny_tokenizer()
+    prompt = parse_prompt({"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"}]})
+    joined = parse_prompt({"prompt": "Be brief.\n\nq"})
+    users = "{% for m in messages %}{% if m.role != 'system' %}[{{ m.content }}]{% endif %}{% endfor %}"
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + users
+    for template in (users, refuses):
+        tokenizer.chat_template = template
+        ids = render_prompt(prompt, tokenizer, PromptFormat.CHAT)
+        assert ids == render_prompt(joined, tokenizer, PromptFormat.CHAT)
+        assert tokenizer.decode(ids) == "[Be brief.\n\nq]"
