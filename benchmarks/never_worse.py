@@ -1,6 +1,6 @@
 """Automatic windows against plain AR and against every fixed window, with guesses of three qualities.
 
-    python benchmarks/never_worse.py                          all batch sizes, 7 repeats: under 25 minutes on 2 cores
+    python benchmarks/never_worse.py                          all batch sizes, 7 repeats: 25 to 40 minutes on 2 cores
     python benchmarks/never_worse.py --batch-sizes 1 4 --repeats 2 --max-tokens 32 --output /tmp/never_worse.json
 
 Guesses come from the model as it is (n-gram fill), and from an oracle that replays the answer with 10% or 30% of the
@@ -10,8 +10,8 @@ many rows in all are left out, since they are far from being the best and take m
 
 `auto_vs_ar` is tokens per second over AR's; `slowest_vs_ar` compares each request's own tokens per second with the same
 request's under AR, and takes the worst of the batch; `auto_vs_best_fixed` divides by the fixed window that is the
-fastest over the repeats, AR included. Writes the result file and, with matplotlib, a picture: tokens per second in all against those
-of one user.
+fastest over the repeats, AR included. Writes the result file and, with matplotlib, a picture: tokens per second in all
+against those of one user.
 """
 
 from __future__ import annotations
