@@ -283,6 +283,8 @@ def read_hub(name: str) -> Iterator[Record]:
 
     repository, _, rest = name.partition(":")
     config, _, split = rest.partition(":")
+    if not repository:
+        raise UsageError("input hub: without a name; write hub:OWNER/NAME, hub:OWNER/NAME:CONFIG or ...:CONFIG:SPLIT")
     number = 0
     try:
         rows = datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)

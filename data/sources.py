@@ -77,6 +77,9 @@ class PromptStream:
         if source not in NAMED_SOURCES:
             _check_exists(source)
             self._reader = PromptReader(source, reading or SourceConfig(), on_bad_input)
+        elif reading is not None and (changed := reading.model_dump(exclude_defaults=True)):
+            names = ", ".join(f"source.{name}" for name in changed)
+            raise UsageError(f"{names}: says how records of files are read, and '{source}' is shipped; leave it out")
         self._cleaning = Cleaning(cleaning or CleanConfig(), read_evaluation_set)
 
     def __iter__(self) -> Iterator[Prompt]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jacobi_llm.configs.errors import UsageError
-from jacobi_llm.configs.schema import OnBadInput, Split
+from jacobi_llm.configs.schema import OnBadInput, SourceConfig, Split, Turns
 from jacobi_llm.data.cli import main
 from jacobi_llm.data.sources import is_heldout, read_source, to_json_line
 from jacobi_llm.infer.prompt import Message, parse_prompt, read_prompt_file
@@ -68,6 +68,13 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
         read_source(str(tmp_path), Split.ALL)
     with pytest.raises(UsageError, match="split=all"):
         read_source(str(prompt_file(tmp_path, 1)), Split.HELDOUT)
+
+
+def test_settings_that_would_do_nothing_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"source\.columns, source\.turns: says how records of files are read"):
+        read_source("math", Split.ALL, reading=SourceConfig(columns=["prompt=x"], turns=Turns.ALL))
+    with pytest.raises(UsageError, match="hub: without a name"):
+        read_source("hub:", Split.ALL)
 
 
 def test_skipped_lines_are_counted_and_renumber_nothing(tmp_path: Path) -> None:
