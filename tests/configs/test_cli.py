@@ -153,7 +153,7 @@ def test_all_faults_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert data_cli.main(["collect", *arguments, "--dryrun", "--limit"]) == 2
     assert errors(capsys) == [
         "error: unknown flag --windw (did you mean --window?)",
-        "error: --train.lr: jacobi-data collect does not read section train (it reads collect, engine)",
+        "error: --train.lr: jacobi-data collect does not read section train (it reads collect, engine, source, clean)",
         "error: --json=3: --json takes no value",
         "error: unexpected argument 'foo': settings are flags, see jacobi-data collect --help",
         "error: unknown flag --dryrun (did you mean --dry-run?)",

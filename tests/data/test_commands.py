@@ -67,7 +67,7 @@ def test_no_progress_bar_but_on_a_terminal(argv: list[str], capsys: pytest.Captu
     assert main(argv) == 0
     err = capsys.readouterr().err
     assert "\r" not in err
-    assert len(err.splitlines()) == 1
+    assert len(err.splitlines()) == 2  # what was read, what was written
 
 
 def test_a_dry_run_writes_nothing(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

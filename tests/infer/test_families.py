@@ -18,7 +18,7 @@ from jacobi_llm.configs.schema import DecodeMode, Dtype, FillPolicy
 from jacobi_llm.infer.engine import LLMEngine
 from jacobi_llm.infer.models import LoadedModel, check_supported, load_model
 from tests.infer.decoding import decode_ar, generate, make_engine, make_request, random_prompt, run_checked
-from tests.tiny_models import FAMILIES, save_tiny_checkpoint, tiny_loaded
+from tests.tiny_models import FAMILIES, one_product_rows, save_tiny_checkpoint, tiny_loaded
 
 WINDOWS = (1, 2, 4, 8, 16, 32)
 NUM_TOKENS = 32
@@ -131,6 +131,7 @@ def test_exact_ties_go_to_the_lowest_id(family: str) -> None:
     loaded = tiny_loaded(family)
     head = loaded.model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
+    head.weight.data.copy_(one_product_rows(head.weight.data))
     for tensor in (head.weight.data, *([] if head.bias is None else [head.bias.data])):
         tensor[1:128:2] = tensor[0:128:2]
         tensor[192:256] = tensor[128:192]
