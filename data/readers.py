@@ -212,7 +212,12 @@ def _read_csv(path: Path | str) -> Iterator[tuple[int, object]]:
                 continue
             if row is None:
                 return
-            if row and len(row) != len(columns):
+            if any("\0" in field for field in row):
+                yield (
+                    rows.line_num,
+                    BadRecordError("NUL bytes", "NUL bytes in the row: the file is damaged or not text"),
+                )
+            elif row and len(row) != len(columns):
                 detail = f"{len(row)} fields, the header has {len(columns)}"
                 yield rows.line_num, BadRecordError("wrong number of fields", detail)
             elif row:

@@ -99,7 +99,7 @@ class PromptStream:
             num_prompts += 1
             yield prompt
         if not num_prompts:
-            remedy = "loosen the clean settings" if self._cleaning.report() else "try split=all"
+            remedy = "loosen the clean settings" if self._cleaning.report() else "try --split all"
             raise UsageError(f"prompt source '{self._source}': no prompt in its {self._split.value} part; {remedy}")
 
     @property

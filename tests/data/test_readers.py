@@ -177,6 +177,9 @@ def test_csv_rows_that_are_damaged(tmp_path: Path) -> None:
     found = read_source(str(path), Split.ALL, on_bad_input=OnBadInput.SKIP)
     assert [(p.id, p.text, p.completion) for p in found.prompts] == [("2", "one, two", 'a "b"'), ("5", "last", None)]
     assert found.num_skipped == {"wrong number of fields": 2}
+    path.write_bytes(b"prompt\na\x00b\n")
+    with pytest.raises(UsageError, match=r"a\.csv:2: NUL bytes"):
+        read_source(str(path), Split.ALL)
     path.write_bytes(b"prompt\nbad \xff\n")
     with pytest.raises(UsageError, match=r"a\.csv:2: 'prompt': "):
         read_source(str(path), Split.ALL)

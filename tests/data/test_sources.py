@@ -66,7 +66,7 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
         read_source(str(tmp_path / "none.jsonl"), Split.ALL)
     with pytest.raises(UsageError, match="a folder without data files"):
         read_source(str(tmp_path), Split.ALL)
-    with pytest.raises(UsageError, match="split=all"):
+    with pytest.raises(UsageError, match="--split all"):
         read_source(str(prompt_file(tmp_path, 1)), Split.HELDOUT)
 
 
