@@ -15,6 +15,7 @@ from typing import Any
 from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import RunError
 from jacobi_llm.configs.schema import CollectConfig, Executor, Recipe
+from jacobi_llm.configs.wording import counted
 from jacobi_llm.data.collection import Collection
 from jacobi_llm.data.progress import Progress
 from jacobi_llm.data.ranks import Ranks
@@ -105,9 +106,9 @@ def _plan_line(config: CollectConfig, found: PromptSet) -> str:
     num_shards = -(-num_prompts // config.shard_size)
     windows = f"window{'s' if len(config.window) > 1 else ''} {', '.join(map(str, config.window))}"
     return (
-        f"would collect {num_prompts} prompts of {config.input} ({config.split.value}) with {config.model} in "
-        f"{config.dtype.value}, {windows}, at most {config.max_tokens} tokens each, targets: "
-        f"{config.target_source.value}; {num_shards} shards into {config.output}"
+        f"would collect {counted(num_prompts, 'prompt')} of {config.input} ({config.split.value}) with {config.model} "
+        f"in {config.dtype.value}, {windows}, at most {config.max_tokens} tokens each, targets: "
+        f"{config.target_source.value}; {counted(num_shards, 'shard')} into {config.output}"
     )
 
 

@@ -100,7 +100,7 @@ def write_json(folder: Path, manifest: Manifest, path: Path) -> int:
     num_rows = num_records = 0
     with atomic_writer(path) as file:
         for number in sorted(manifest.shards):
-            for row in read_shard(folder, manifest.shards[number]):
+            for row in read_shard(folder, manifest.shards[number], manifest.remedy):
                 for record in records_of(row, num_rows, number):
                     if not num_records:
                         record[MANIFEST_KEY] = manifest.to_payload()

@@ -125,7 +125,8 @@ def read_records(path: Path, faults: Faults) -> Iterator[tuple[int, Record]]:
             file.seek(mark)
             start = file.read(64).lstrip()[:1]
             if start != b"[":
-                raise UsageError(f"imports.path: {path} is no JSON list of records, it begins with {start!r}")
+                found = f"begins with {start.decode('latin-1')!r}" if start else "is empty"
+                raise UsageError(f"imports.path: {path} is no JSON list of records, it {found}")
             file.seek(mark)
             for record in ijson.items(file, "item", use_float=True):
                 if isinstance(record, dict):

@@ -99,7 +99,7 @@ def _named(key: Key, first: Path, second: Path) -> str:
 def read_shards(folder: Path, manifest: Manifest) -> Iterator[tuple[Shard, list[Trajectory]]]:
     """Every shard with its rows."""
     for number in sorted(manifest.shards):
-        yield manifest.shards[number], read_shard(folder, manifest.shards[number])
+        yield manifest.shards[number], read_shard(folder, manifest.shards[number], manifest.remedy)
 
 
 def merged_settings(sets: Sequence[tuple[Path, Manifest]], shard_size: int) -> dict[str, Any]:

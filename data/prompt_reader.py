@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from jacobi_llm.configs.errors import RunError, UsageError
 from jacobi_llm.configs.schema import OnBadInput, PromptSchema, SourceConfig, Turns
+from jacobi_llm.configs.wording import counted
 from jacobi_llm.data.readers import STDIN, Record, find_files, read_hub, read_records
 from jacobi_llm.data.schemas import NAMES, LeftOutError, Sample, detect, parse_columns, renamed, samples
 from jacobi_llm.infer.prompt import MAX_REPORTED_FAULTS, BadRecordError, Prompt, kind_of, printable, text_or_number
@@ -67,7 +68,7 @@ class PromptReader:
 
     def summary(self) -> str:
         """In one line, such as ``read as ShareGPT: 1,204 dialogues, 17 skipped: 12 assistant first, 5 empty``."""
-        parts = [f"{NAMES[schema]}: {count:,} {_noun(schema, count)}" for schema, count in self.num_read.most_common()]
+        parts = [f"{NAMES[schema]}: {_prompts(schema, count)}" for schema, count in self.num_read.most_common()]
         line = f"{self.source}: read as {' and '.join(parts) or 'nothing'}"
         if self.num_skipped:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.num_skipped.most_common())
@@ -164,6 +165,5 @@ class PromptReader:
             )
 
 
-def _noun(schema: PromptSchema, count: int) -> str:
-    noun = "dialogue" if schema in (PromptSchema.MESSAGES, PromptSchema.SHAREGPT) else "prompt"
-    return noun if count == 1 else f"{noun}s"
+def _prompts(schema: PromptSchema, count: int) -> str:
+    return counted(count, "dialogue" if schema in (PromptSchema.MESSAGES, PromptSchema.SHAREGPT) else "prompt")

@@ -12,6 +12,7 @@ import glob
 import gzip
 import io
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,14 @@ from typing import Any, BinaryIO, cast
 from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.infer.prompt import BadRecordError, decode_line, numbered_lines
 
+_LOGGER = logging.getLogger(__name__)
 STDIN = "-"
 MAX_JSON_DEPTH = 500
 _BATCH_ROWS = 1024
 _BOM = b"\xef\xbb\xbf"
 # An array begins within so many bytes, unless a person has played with the space bar.
 _BOM_AND_SPACE = 4096
+_PACKED = (".gz", ".zst")
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -101,7 +104,7 @@ def read_records(path: Path | str) -> Iterator[Record]:
 
 def _kind_of(path: Path) -> str:
     suffixes = path.suffixes
-    if suffixes and suffixes[-1].lower() in (".gz", ".zst"):
+    if suffixes and suffixes[-1].lower() in _PACKED:
         suffixes = suffixes[:-1]
     return suffixes[-1].lower() if suffixes else ""
 
@@ -130,6 +133,8 @@ def _opened(path: Path | str) -> Iterator[BinaryIO]:
             with pa.CompressedInputStream(file, "zstd") as packed:
                 yield cast(BinaryIO, io.BufferedReader(packed))
         else:
+            if Path(path).suffix.lower() in _PACKED and magic:
+                _LOGGER.warning("%s: is not compressed, whatever its name says; read as it is", path)
             yield file
 
 

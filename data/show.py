@@ -80,9 +80,9 @@ def find_rows(folder: Path, manifest: Manifest, config: ShowConfig) -> list[Traj
     for number in sorted(manifest.shards):
         shard = manifest.shards[number]
         if config.id is not None:
-            found += [row for row in read_shard(folder, shard) if row.id == config.id]
+            found += [row for row in read_shard(folder, shard, manifest.remedy) if row.id == config.id]
         elif (wanted := (config.row or 0) - number_of_first) < shard.num_rows:
-            return [read_shard(folder, shard)[wanted]]
+            return [read_shard(folder, shard, manifest.remedy)[wanted]]
         number_of_first += shard.num_rows
     if found:
         return found

@@ -21,6 +21,7 @@ from jacobi_llm.configs.errors import UsageError
 from jacobi_llm.configs.fields import suggestion
 from jacobi_llm.configs.files import atomic_writer
 from jacobi_llm.configs.schema import CleanConfig, OnBadInput, SourceConfig, Split
+from jacobi_llm.configs.wording import counted
 from jacobi_llm.data import stdlib_functions, word_problems
 from jacobi_llm.data.cleaning import Candidate, Cleaning
 from jacobi_llm.data.evaluation_sets import read_evaluation_set
@@ -206,7 +207,7 @@ def run(recipe: Recipe, options: Options) -> int:
     else:
         num_prompts = write_prompts(Path(settings.output).expanduser(), stream)
     place = "standard output" if settings.output == STDIN else settings.output
-    summary = f"{num_prompts} prompts of '{settings.input}' ({settings.split.value}) to {place}"
+    summary = f"{counted(num_prompts, 'prompt')} of '{settings.input}' ({settings.split.value}) to {place}"
     report = {
         "input": settings.input,
         "split": settings.split.value,
@@ -231,7 +232,7 @@ def tell(found: PromptSet | PromptStream) -> None:
         print(found.summary, file=sys.stderr)
     for step in found.cleaning.get("steps", ()):
         dropped = ", ".join(f"{count:,} {reason}" for reason, count in step["num_dropped"].items()) or "none"
-        print(f"{step['step']}: {step['num_in']:,} prompts, dropped: {dropped}", file=sys.stderr)
+        print(f"{step['step']}: {counted(step['num_in'], 'prompt')}, dropped: {dropped}", file=sys.stderr)
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> int:

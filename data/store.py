@@ -34,6 +34,7 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 CLAIMS = ".claims"
 LOCK_TIMEOUT_S = 60.0
+COLLECT_AGAIN = "run the same jacobi-data collect again: only what is missing or damaged is done"
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,14 @@ class Manifest:
         """Hash of the set: of its shards' hashes in order."""
         text = "".join(self.shards[number].sha256 for number in sorted(self.shards))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def remedy(self) -> str:
+        """What makes a damaged or unfinished set whole."""
+        if not self.parents:
+            return COLLECT_AGAIN
+        names = ", ".join(str(parent.get("name")) for parent in self.parents)
+        return f"make the set again from {names}, in another folder"
 
     @property
     def num_rows(self) -> int:
@@ -179,13 +188,16 @@ class Manifest:
             raise UsageError(f"{folder}: no {MANIFEST} here; collect trajectories first (jacobi-data collect)")
         try:
             payload = json.loads(path.read_bytes())
+            if not isinstance(payload, dict):
+                raise ValueError(f"a JSON {type(payload).__name__}, not an object")
             version = payload["schema_version"]
             manifest = cls.of_payload(payload)
         except OSError as error:
             raise RunError(f"{path}: cannot be read ({error.strerror or error})") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"no key {error}" if isinstance(error, KeyError) else error
             raise RunError(
-                f"{path}: damaged manifest ({error}); restore it, or remove it to collect the set anew"
+                f"{path}: damaged manifest ({reason}); restore it, or remove it to collect the set anew"
             ) from error
         if version != SCHEMA_VERSION:
             raise RunError(
@@ -243,14 +255,13 @@ def write_shard(folder: Path, number: int, rows: Sequence[Trajectory]) -> tuple[
     return name, hashlib.sha256(content).hexdigest()
 
 
-def read_shard(folder: Path, shard: Shard) -> list[Trajectory]:
-    """Read one shard after checking its hash.
+def read_shard(folder: Path, shard: Shard, remedy: str = COLLECT_AGAIN) -> list[Trajectory]:
+    """Read one shard after checking its hash; ``remedy`` is what a message advises.
 
     Raises:
         RunError: the file is missing, was changed or cut, has another schema, or holds another number of rows.
     """
     path = folder / shard.file
-    remedy = "run the same jacobi-data collect again: only this shard is redone"
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -275,7 +286,7 @@ def read_trajectories(folder: Path) -> Iterator[Trajectory]:
     """All trajectories of a set, in shard order; every shard's hash is checked before its rows are given out."""
     manifest = Manifest.read(folder)
     for number in sorted(manifest.shards):
-        yield from read_shard(folder, manifest.shards[number])
+        yield from read_shard(folder, manifest.shards[number], manifest.remedy)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import JacobiError, RunError
 from jacobi_llm.configs.schema import CollectConfig, Dtype, EngineConfig, Recipe, SplitConfig, TargetSource
+from jacobi_llm.configs.wording import counted
 from jacobi_llm.data.collector import model_sha256
 from jacobi_llm.data.record import Block, Trajectory
 from jacobi_llm.data.sequential import (
@@ -112,13 +113,11 @@ def check_set(folder: Path, manifest: Manifest, num_samples: int = 0) -> tuple[R
     seen: Counter[tuple[str, int, int]] = Counter()
     skipped_before: set[int] = set()
     if not manifest.is_complete:
-        report.faults.append(
-            f"{folder}: {len(manifest.shards)} of {manifest.num_shards} shards; run the same jacobi-data collect again"
-        )
+        report.faults.append(f"{folder}: {len(manifest.shards)} of {manifest.num_shards} shards; {manifest.remedy}")
     for number in sorted(manifest.shards):
         shard = manifest.shards[number]
         try:
-            rows = read_shard(folder, shard)
+            rows = read_shard(folder, shard, manifest.remedy)
         except RunError as error:
             report.faults += error.faults
             continue
@@ -370,5 +369,5 @@ def _summary(title: str, manifest: Manifest, report: Report) -> str:
             f"{report.rerun.num_states} states; {report.rerun.num_differing} blocks differ, "
             f"{report.rerun.num_explained} of them by rounding"
         )
-    lines.append("ok" if not report.faults else f"{len(report.faults)} faults")
+    lines.append(counted(len(report.faults), "fault") if report.faults else "ok")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ a text cut into parts reads the same as the whole. Unknown keys are ignored: pro
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import sys
@@ -380,6 +381,8 @@ def decode_line(line: bytes) -> object:
     """
     if len(line) > MAX_LINE_BYTES:
         raise BadRecordError("line too long", f"line longer than {MAX_LINE_BYTES >> 20} MiB")
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise BadRecordError("not UTF-8", "not UTF-8: the file is UTF-16; save it as UTF-8")
     if b"\x00" in line:
         raise BadRecordError("NUL bytes", "NUL bytes in the line: the file is damaged or not text")
     try:
@@ -388,13 +391,17 @@ def decode_line(line: bytes) -> object:
         raise BadRecordError("not UTF-8", f"not UTF-8 (byte {error.start + 1} of the line)") from None
     except json.JSONDecodeError as error:
         raise BadRecordError("broken JSON", f"broken JSON: {error.msg} (column {error.colno})") from None
-    except (RecursionError, ValueError) as error:  # nested too deep, or an integer with thousands of digits
-        reason = str(error).splitlines()[0] if isinstance(error, ValueError) else "nested too deep"
-        raise BadRecordError("broken JSON", f"broken JSON: {reason}") from None
+    except BadRecordError:
+        raise
+    except RecursionError:
+        raise BadRecordError("broken JSON", "broken JSON: nested too deep") from None
+    except ValueError:
+        # Python's own limit, which is there against texts that take hours to convert.
+        raise BadRecordError("broken JSON", "broken JSON: a number with thousands of digits") from None
 
 
 def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
+    raise BadRecordError("broken JSON", f"broken JSON: {name} is not JSON")
 
 
 def _lines(path: str, name: str) -> Iterator[tuple[int, bytes]]:

@@ -125,7 +125,7 @@ def test_a_damaged_shard_stops_stats_and_is_listed_by_validate(
         assert main([command, "--path", str(tmp_path / "set")]) == 1
         [line] = error_lines(capsys)
         assert "shard-00001.parquet: damaged" in line
-        assert "only this shard is redone" in line
+        assert "only what is missing or damaged is done" in line
     assert main(argv) == 0
     assert path.read_bytes() == content
 

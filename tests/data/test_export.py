@@ -221,7 +221,7 @@ def change_first(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], b
         (lambda _: pickle.dumps([1, 2]), "no JSON list of records"),
         (lambda _: b'{"a": 1}', "no JSON list of records"),
         (lambda _: b"[]", "no record in it"),
-        (lambda _: b"", "no JSON list of records"),
+        (lambda _: b"", "no JSON list of records, it is empty"),
         (lambda content: json.dumps(json.loads(content)[:1]).encode(), "blocks missing (1 of 2)"),
         (change_first(lambda one: one["jacobi_llm"].update(window="4")), "'4' is no whole number"),
         (change_first(lambda one: one["jacobi_llm"].update(id=5)), "5 is no text"),

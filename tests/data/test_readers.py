@@ -71,6 +71,20 @@ def test_a_text_file_is_one_prompt_a_line(tmp_path: Path) -> None:
     assert found.num_skipped == {"not UTF-8": 1}
 
 
+def test_plain_text_named_like_a_compressed_file_is_read_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "a.jsonl", RECORDS).rename(tmp_path / "a.jsonl.gz")
+    assert [record.value for record in read_records(tmp_path / "a.jsonl.gz")] == RECORDS
+    assert "a.jsonl.gz: is not compressed" in caplog.text
+
+
+def test_utf_16_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"prompt": "one"}\n'.encode("utf-16"))
+    with pytest.raises(UsageError, match="the file is UTF-16; save it as UTF-8"):
+        read_source(str(tmp_path / "a.jsonl"), Split.ALL)
+
+
 def test_a_folder_and_a_glob_read_their_files_in_order(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet", RECORDS)
     write(tmp_path / "a.jsonl", RECORDS[:2])

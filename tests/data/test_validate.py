@@ -255,6 +255,16 @@ def test_faults_of_made_sets_are_found(made: dict[str, Path], capsys: pytest.Cap
     assert f"trajectory {others[0].id}: belongs to the set heldout" in made_faults(made["train"], capsys)[0]
 
 
+def test_a_damaged_set_that_was_made_of_others_is_made_again_not_collected(
+    made: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = made["imported"] / "shard-00000.parquet"
+    path.write_bytes(path.read_bytes()[:-1])
+    [line] = made_faults(made["imported"], capsys)
+    assert "make the set again from" in line
+    assert "collect" not in line
+
+
 def test_what_is_made_of_others_is_not_run_again(made: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", str(made["merged"]), "--rerun", "1"]) == 1
     assert "rerun those" in capsys.readouterr().err

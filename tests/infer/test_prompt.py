@@ -19,6 +19,7 @@ from jacobi_llm.infer.prompt import (
     BadRecordError,
     Message,
     as_messages,
+    decode_line,
     parse_prompt,
     read_prompt_file,
     render_prompt,
@@ -128,6 +129,20 @@ def test_skip_counts_and_logs_each_line(tmp_path: Path, caplog: pytest.LogCaptur
     }
     assert len(caplog.records) == len(BAD_LINES)
     assert f"{path}:2: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "detail"),
+    [
+        (b'{"id": ' + b"9" * 5000 + b"}", "a number with thousands of digits"),
+        (b'{"id": NaN}', "NaN is not JSON"),
+        (b"[" * 100_000, "nested too deep"),
+    ],
+)
+def test_json_that_python_reads_and_json_does_not_have(line: bytes, detail: str) -> None:
+    with pytest.raises(BadRecordError, match=detail) as caught:
+        decode_line(line)
+    assert caught.value.reason == "broken JSON"
 
 
 def test_a_file_of_other_data_reports_the_first_lines_only(tmp_path: Path) -> None:
