@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import BinaryIO, cast
 from jacobi_llm.configs.errors import RunError, UsageError
 
 TEMPORARY_SUFFIX = ".tmp"
+_DRAWN = "[a-z0-9_]" * 8  # what tempfile puts into a name
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -38,10 +40,19 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """:func:`write_atomically` for what is written piece by piece: the file appears when the body has ended well.
 
+    A link stays, and what it points to is written. A pipe or a device is written as it is: to put a file in its place,
+    as into that of ``/dev/null``, would take it from all other programs.
+
     Raises:
         RunError: when the folder or the file cannot be written; the file is then what it was.
     """
+    named = path
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            with path.open("wb") as device:
+                yield device
+            return
+        path = Path(os.path.realpath(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "wb", dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, delete=False
@@ -59,12 +70,17 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         _sync_folder(path.parent)
     except OSError as error:
         remedy = "; free some space, then run the same command again" if error.errno in _FULL else ""
-        raise RunError(f"{path}: cannot be written ({error.strerror or error}){remedy}") from error
+        raise RunError(f"{named}: cannot be written ({error.strerror or error}){remedy}") from error
+
+
+def leftovers(path: Path) -> Iterator[Path]:
+    """Temporary files and folders beside ``path`` that were to become it, whose writers may be alive."""
+    return path.parent.glob(f".{glob.escape(path.name)}.{_DRAWN}{TEMPORARY_SUFFIX}")
 
 
 def remove_leftovers(path: Path) -> None:
     """Removes temporary files that killed writers of ``path`` have left; call it only when no writer can be alive."""
-    for leftover in path.parent.glob(f".{path.name}.*{TEMPORARY_SUFFIX}"):
+    for leftover in leftovers(path):
         leftover.unlink(missing_ok=True)
 
 

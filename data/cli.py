@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 from jacobi_llm.configs import cli
@@ -93,4 +94,7 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the console command; returns its exit code."""
+    if argv is None:
+        # As Ctrl-C: what is half written goes away. Collecting waits for its shard instead (stop_signals).
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     return cli.main("jacobi-data", "Prompts in, Jacobi trajectories out.", COMMANDS, argv)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import pyarrow.parquet as pq
 
 from jacobi_llm.configs.cli import Options
 from jacobi_llm.configs.errors import RunError, UsageError
-from jacobi_llm.configs.files import atomic_writer, write_atomically
+from jacobi_llm.configs.files import atomic_writer, remove_leftovers, write_atomically
 from jacobi_llm.configs.schema import ExportConfig, ExportFormat, Recipe
 from jacobi_llm.data.consistency_llm import MANIFEST_KEY, records_of
 from jacobi_llm.data.data_card import SplitFigures, data_card
 from jacobi_llm.data.merge import read_shards
 from jacobi_llm.data.record import ARROW_SCHEMA
-from jacobi_llm.data.set_writer import fresh_folder, read_complete
+from jacobi_llm.data.set_writer import fresh_folder, only_writer, read_complete
 from jacobi_llm.data.split import SIDES
 from jacobi_llm.data.stats import SetProfile
 from jacobi_llm.data.store import MANIFEST, Manifest, read_shard
@@ -45,7 +46,12 @@ def run(recipe: Recipe, options: Options) -> int:
         if len(splits) > 1:
             raise UsageError(f"export.path: {config.path} holds two sets; export {' and '.join(SIDES)} one by one")
         [(folder, manifest)] = splits.values()
-        report["num_records"] = write_json(folder, manifest, _json_path(config))
+        path = _json_path(config)
+        is_device = path.exists() and not path.is_file()
+        with nullcontext() if is_device else only_writer(path, config.output, "export.output"):
+            if not is_device:
+                remove_leftovers(path)
+            report["num_records"] = write_json(folder, manifest, path)
     else:
         with fresh_folder(config.output, "export.output") as staging:
             figures = [_write_split(name, *one, staging) for name, one in splits.items()]

@@ -111,9 +111,10 @@ def _kind_of(path: Path) -> str:
 
 def _is_data(path: Path) -> bool:
     is_hidden = any(part.startswith(".") for part in path.parts)
-    # What datasets writes beside its data is no data.
+    # What datasets writes beside its data is no data, and what it caches there would be the same rows again.
     is_about = path.name in ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
-    return _kind_of(path) in KINDS and not is_hidden and not is_about
+    is_cache = path.suffix == ".arrow" and path.name.startswith("cache-")
+    return _kind_of(path) in KINDS and not is_hidden and not is_about and not is_cache
 
 
 @contextmanager
@@ -152,7 +153,10 @@ def _read_json(path: Path | str) -> Iterator[tuple[int, object]]:
     with _opened(path) as stream:
         head = stream.read(_BOM_AND_SPACE)
     has_bom = head.startswith(_BOM)
-    if not head.removeprefix(_BOM).lstrip().startswith(b"["):
+    start = head.removeprefix(_BOM).lstrip()
+    if start.partition(b"\n")[0].strip() == b"{":
+        raise ValueError("one object over several lines, where an array of records or an object a line belongs")
+    if not start.startswith(b"["):
         yield from _read_json_lines(path)
         return
     with _opened(path) as stream:
@@ -210,10 +214,13 @@ def _read_csv(path: Path | str) -> Iterator[tuple[int, object]]:
         if twice := sorted({name for name in columns if columns.count(name) > 1}):
             raise ValueError(f"column {twice[0]!r} is there twice")
         while True:
+            first = rows.line_num + 1
             try:
                 row = next(rows, None)
             except csv.Error as error:
-                yield rows.line_num, BadRecordError("broken CSV", f"broken CSV: {error}")
+                lost = f"; lines {first} to {rows.line_num} are lost" if rows.line_num > first else ""
+                detail = f"broken CSV: {error}{lost}: is a quote not closed, or not doubled?"
+                yield rows.line_num, BadRecordError("broken CSV", detail)
                 continue
             if row is None:
                 return

@@ -6,8 +6,8 @@ schema         columns                                                      a sa
 messages       ``messages``: a list of ``{"role", "content"}``              a dialogue
 sharegpt       ``conversations`` (or ``conversation``): ``{"from",          a dialogue; human is the user, gpt the
                "value"}``, or ``{"role", "content"}``; ``system``           assistant
-alpaca         ``instruction``, ``input``, ``output``; ``system``           instruction and, on a new line, the input if
-                                                                            there is one; the output is the completion
+alpaca         ``instruction``; ``input`` or ``context``; ``output``,       instruction and, on a new line, the input if
+               ``completion`` or ``response``; ``system``                   there is one; the output is the completion
 prompt         ``prompt``, or ``question``; ``completion``, ``response``,   the prompt and its completion
                or, beside a question, ``answer``
 text           ``text`` alone                                               the text is the prompt
@@ -108,7 +108,7 @@ def detect(record: Mapping[str, Any]) -> PromptSchema:
         found.append(PromptSchema.TEXT)
     if len(found) > 1:
         names = " and ".join(NAMES[schema] for schema in found)
-        raise BadRecordError("columns of two schemas", f"columns of two schemas: {names}; name one with source.schema")
+        raise BadRecordError("columns of two schemas", f"columns of two schemas: {names}; name one with source.layout")
     if not found:
         columns = ", ".join(sorted(map(str, record))[:12]) or "none"
         raise BadRecordError(
@@ -157,14 +157,15 @@ def samples(
             yield from _turn_samples(record, turns, id, {**common, "answer": answer})
             return
         case PromptSchema.ALPACA:
-            text, completion = _alpaca_text(record), text_or_none(record, "output")
+            text, completion = _alpaca_text(record), _first_text(record, ("output", "completion", "response"))
         case PromptSchema.TEXT:
             text, completion = text_or_none(record, "text"), None
         case _:
             is_question = record.get("prompt") is None
             text = text_or_none(record, "question" if is_question else "prompt")
-            given = [text_or_none(record, key) for key in ("completion", "response")]
-            completion = next((one for one in given if one is not None), answer if is_question else None)
+            completion = _first_text(record, ("completion", "response"))
+            if completion is None and is_question:
+                completion = answer
     if not text or not text.strip():
         raise LeftOutError("empty prompt")
     system = _system_text(record)
@@ -180,8 +181,13 @@ def _system_text(record: Mapping[str, Any]) -> str | None:
 
 
 def _alpaca_text(record: Mapping[str, Any]) -> str:
-    instruction, given = text_or_none(record, "instruction") or "", text_or_none(record, "input")
-    return f"{instruction}\n{given}" if given and given.strip() else instruction
+    parts = (text_or_none(record, "instruction"), _first_text(record, ("input", "context")))
+    return "\n".join(part for part in parts if part and part.strip())
+
+
+def _first_text(record: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    """The first of the texts under ``keys`` that is there; all of them must be texts."""
+    return next((text for text in [text_or_none(record, key) for key in keys] if text is not None), None)
 
 
 def _dialogue(record: Mapping[str, Any]) -> list[Message]:
@@ -262,6 +268,7 @@ def parse_columns(pairs: Sequence[str]) -> dict[str, str]:
     names = {
         *_KNOWN,
         "input",
+        "context",
         "output",
         "system",
         "system_prompt",

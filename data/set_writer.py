@@ -6,7 +6,6 @@ killed command has left is removed by the next one for the same place. Rows are 
 
 from __future__ import annotations
 
-import glob
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,12 +16,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from jacobi_llm.configs.errors import RunError, UsageError
-from jacobi_llm.configs.files import TEMPORARY_SUFFIX
+from jacobi_llm.configs.files import TEMPORARY_SUFFIX, leftovers
 from jacobi_llm.data.record import Trajectory
 from jacobi_llm.data.stats import profile_block
 from jacobi_llm.data.store import Manifest, Shard, write_shard
-
-_DRAWN = "[a-z0-9_]" * 8  # what tempfile puts into a name
 
 
 def read_complete(path: str) -> tuple[Path, Manifest]:
@@ -57,9 +54,9 @@ def fresh_folder(output: str, key: str) -> Iterator[Path]:
     folder = Path(output).expanduser().absolute()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UsageError(f"{key}: {output} holds something already; choose another folder, or remove it")
-    with _only_writer(folder, output, key):
+    with only_writer(folder, output, key):
         # Only a writer that was killed leaves such a folder, and it can be as large as a set.
-        for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.{_DRAWN}{TEMPORARY_SUFFIX}"):
+        for leftover in leftovers(folder):
             shutil.rmtree(leftover, ignore_errors=True)
         try:
             staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=TEMPORARY_SUFFIX))
@@ -76,14 +73,20 @@ def fresh_folder(output: str, key: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _only_writer(folder: Path, output: str, key: str) -> Iterator[None]:
-    path = folder.parent / f".{folder.name}.lock"
+def only_writer(place: Path, output: str, key: str) -> Iterator[None]:
+    """Keep other processes from writing the file or folder ``place``, named by ``output`` and ``key``, meanwhile.
+
+    Raises:
+        UsageError: nothing can be made there.
+        RunError: another process is writing there.
+    """
+    path = place.parent / f".{place.name}.lock"
     lock = FileLock(path, timeout=0)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise RunError(f"{output}: another process is writing there; wait for it, or choose another folder") from None
+        raise RunError(f"{output}: another process is writing there; wait for it, or choose another output") from None
     except OSError as error:
         raise UsageError(f"{key}: {output} cannot be made ({error.strerror or error}); choose another") from error
     try:

@@ -272,7 +272,7 @@ def _write_parquet(file: BinaryIO, prompts: Iterable[Prompt]) -> int:
     import pyarrow.parquet as pq
 
     turn = pa.struct([("role", pa.string()), ("content", pa.string())])
-    names = ("id", "prompt", "completion", "answer", "group")
+    names = ("id", "prompt", "completion", "answer", "group", "adapter")
     schema = pa.schema([*((name, pa.string()) for name in names), ("messages", pa.list_(turn))])
     num_prompts = 0
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
@@ -300,7 +300,8 @@ def to_record(prompt: Prompt) -> dict[str, Any]:
         record["messages"] = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
     else:
         record["prompt"] = prompt.text
-    optional = {"completion": prompt.completion, "answer": prompt.answer, "group": prompt.group}
+    names = ("completion", "answer", "group", "adapter")
+    optional = {name: getattr(prompt, name) for name in names}
     record.update({key: value for key, value in optional.items() if value is not None})
     return record
 

@@ -323,7 +323,8 @@ def parse_id(value: object, default: str) -> str:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise BadRecordError("bad id", f"'id' is {kind_of(value)}, not a string or an integer")
+        found = str(value) if isinstance(value, float) else kind_of(value)
+        raise BadRecordError("bad id", f"'id' is {found}, not a string or an integer")
     return checked_text(str(value), "'id'")
 
 

@@ -60,6 +60,14 @@ def test_a_set_that_is_exported_and_imported_again_is_equal(rows: list[Trajector
         assert after == before
 
 
+def test_what_a_killed_export_has_left_goes_away(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a", [ROW])
+    (tmp_path / ".a.json.abcd_123.tmp").write_text("[half")
+    (tmp_path / ".a.json.b.abcd_123.tmp").write_text("[of another output")
+    assert to_json(tmp_path / "a", tmp_path / "a.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.json.b.abcd_123.tmp", "a", "a.json"]
+
+
 @pytest.mark.parametrize("target_source", list(TargetSource))
 def test_a_collected_set_comes_back(target_source: TargetSource, tiny_loaded: LoadedFactory, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama", torch.float64)

@@ -109,6 +109,24 @@ def test_a_folder_and_a_glob_read_their_files_in_order(tmp_path: Path) -> None:
 def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     datasets.Dataset.from_list(RECORDS).save_to_disk(str(tmp_path / "saved"))
     assert [p.text for p in read_source(str(tmp_path / "saved"), Split.ALL).prompts] == [r["prompt"] for r in RECORDS]
+    # What map and filter leave in that folder holds the same rows again.
+    datasets.load_from_disk(str(tmp_path / "saved")).map(lambda row: row, load_from_cache_file=False)
+    assert list((tmp_path / "saved").glob("cache-*.arrow"))
+    assert len(read_source(str(tmp_path / "saved"), Split.ALL).prompts) == len(RECORDS)
+
+
+def test_a_quote_that_is_not_closed_says_what_it_hides(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('prompt\none\n"two\nthree\nfour\n')
+    with pytest.raises(UsageError, match=r"a\.csv:5: broken CSV: .*lines 3 to 5 are lost: is a quote not closed"):
+        read_source(str(path), Split.ALL)
+
+
+def test_one_object_over_several_lines_is_no_array(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": RECORDS}, indent=1))
+    with pytest.raises(UsageError, match="one object over several lines, where an array of records") as caught:
+        read_source(str(tmp_path / "a.json"), Split.ALL)
+    assert len(caught.value.faults) == 1
 
 
 def bad_lines(folder: Path) -> Path:

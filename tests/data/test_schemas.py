@@ -85,9 +85,22 @@ def test_columns_of_other_names(tmp_path: Path) -> None:
             read(tmp_path, *rows, columns=[pair])
 
 
+def test_the_instructions_of_dolly_keep_context_and_response(tmp_path: Path) -> None:
+    rows = [
+        {"instruction": "Who?", "context": "Ann did it.", "response": "Ann", "category": "qa"},
+        {"instruction": "Why?", "context": "", "response": "So."},
+        {"instruction": "", "input": "only input", "output": "o", "response": None},
+    ]
+    assert [(prompt.text, prompt.completion) for prompt in read(tmp_path, *rows).prompts] == [
+        ("Who?\nAnn did it.", "Ann"),
+        ("Why?", "So."),
+        ("only input", "o"),
+    ]
+
+
 def test_a_named_schema_wins_over_what_a_row_looks_like(tmp_path: Path) -> None:
     row = {"prompt": "p", "messages": turns(("user", "q"), ("assistant", "a"))["messages"]}
-    with pytest.raises(UsageError, match="columns of two schemas: messages and prompt"):
+    with pytest.raises(UsageError, match=r"columns of two schemas: messages and prompt.*source\.layout"):
         read(tmp_path, row)
     assert read(tmp_path, row, layout=PromptSchema.MESSAGES).prompts[0].text == "q"
     assert read(tmp_path, row, layout=PromptSchema.PROMPT).prompts[0].text == "p"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,10 +96,25 @@ def test_a_written_line_reads_back() -> None:
         "completion": "c",
         "answer": "4",
         "group": "g",
+        "adapter": "french",
     }
     prompt = parse_prompt(record)
     assert prompt.messages == (Message("user", "é\n"),)
     assert json.loads(to_json_line(prompt)) == record
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_what_is_read_is_written(ending: str, tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"id": "a", "prompt": "x", "completion": "y", "answer": "4", "group": "g", "adapter": "french"},
+        {"id": "b", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    first, second = str(tmp_path / "in.jsonl"), str(tmp_path / f"out.{ending}")
+    assert main(["prompts", "--input", first, "--split", "all", "--output", second]) == 0
+    before, after = (read_source(path, Split.ALL).prompts for path in (first, second))
+    assert [replace(prompt, source="") for prompt in before] == [replace(prompt, source="") for prompt in after]
+    assert before[0].adapter == "french"
 
 
 def test_the_command_writes_a_file_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

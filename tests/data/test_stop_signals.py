@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +54,18 @@ def test_other_threads_change_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_ended_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    argv = ["prompts", "--input", "-", "--output", str(tmp_path / "out.jsonl")]
+    code = f"import sys; sys.argv[1:] = {argv}; from jacobi_llm.data.cli import main; main()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told.decode().splitlines() == ["interrupted"]
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,15 +163,16 @@ def test_without_a_manifest_the_remedy_is_told(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_writer_go_away(tmp_path: Path) -> None:
-    for name in (".shard-00003.parquet.ab12.tmp", ".manifest.json.x.tmp", ".config.yaml.y.tmp", ".other.tmp", "kept"):
+    names = (".shard-00003.parquet.ab12_xyz.tmp", ".manifest.json.abcdefgh.tmp", ".config.yaml.01234567.tmp")
+    for name in (*names, ".other.tmp", "kept"):
         (tmp_path / name).write_bytes(b"half")
     Manifest({}, {}, 4).write(tmp_path)
     with locked_for_writing(tmp_path):
         left = sorted(path.name for path in tmp_path.iterdir())
-        assert left == [".lock", ".other.tmp", ".shard-00003.parquet.ab12.tmp", "kept", "manifest.json"]
+        assert left == [".lock", ".other.tmp", ".shard-00003.parquet.ab12_xyz.tmp", "kept", "manifest.json"]
     with claimed_shard(tmp_path, 3) as is_ours:
         assert is_ours
-        assert not (tmp_path / ".shard-00003.parquet.ab12.tmp").exists()
+        assert not (tmp_path / ".shard-00003.parquet.ab12_xyz.tmp").exists()
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
@@ -199,3 +201,18 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     assert [file.name for file in tmp_path.iterdir()] == ["f"]
     remove_leftovers(path)
     assert path.read_text() == "old"
+
+
+def test_a_link_stays_and_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "file")
+    write_atomically(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder" / "file").read_text() == "text"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomically(tmp_path / "pipe", "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
